@@ -1,0 +1,235 @@
+"""The torch custom ops of jetrl (namespace `jetrl`): quantizers and block-scaled GEMMs, dispatched on device.
+
+CPU tensors run the torch references, CUDA tensors the GPU kernels; both give the same codes and scales. The ops carry no
+autograd formula: the linear layer owns that. Autocast never reaches inside: an op computes in the dtypes its docstring
+names whatever the caller's context is.
+
+Layouts
+  codes   row-major E4M3, the contraction last, padded with zeros to a multiple of 128.
+  scale   float32, logical shape (rows, contraction / 128) for tiles. On CUDA its memory is column-major with columns
+          padded to 4 floats (stride (1, ceil4(rows))), which is what the GEMM's bulk copies read; on CPU row-major.
+          Block scales (rows / 128, contraction / 128) are row-major on both.
+
+Ops
+  quantize_tiles(x, scale_format)                        -> codes (M, Kp), scale (M, Kp/128)
+  quantize_tiles_transposed(x, scale_format)             -> codes (K, Mp), scale (K, Mp/128)
+  quantize_tiles_both(x, scale_format)                   -> the four of the two above, from one read
+  requantize_tiles_transposed(codes, scale, k, format)   -> codes (k, Mp), scale (k, Mp/128)
+  quantize_blocks(weight, scale_format)                  -> codes (Np, Kp), scale (Np/128, Kp/128)
+  transpose_blocks(codes, scale)                         -> codes (Kp, Np), scale (Kp/128, Np/128)
+  gemm_nt(a, a_scale, b, b_scale, out_dtype)             -> (M, N): a (M, K) tiles; b (N, K) blocks or tiles
+  gemm_nt_accumulate(a, a_scale, b, b_scale, out)        -> None: out (M, N) float32 += a b^T, both in tiles
+`x` is (M, K) bfloat16 or float32; M, K and N need not be multiples of 128; M = 0 is allowed.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from jetrl_kernels import gemm_reference, quantize_reference
+from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
+from jetrl_kernels.scale import check_scale_format
+
+# The contraction-scale columns are read by bulk copies whose strides must be multiples of 16 bytes.
+SCALE_ALIGNMENT = 4
+OUT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+_library = torch.library.Library("jetrl", "DEF")
+
+
+def new_tile_scale(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised tile scales of logical shape (rows, columns) in the memory order the device's GEMM reads."""
+    if device.type != "cuda":
+        return torch.empty(rows, columns, dtype=torch.float32, device=device)
+    return torch.empty_strided(
+        (rows, columns), (1, ceil_div(rows, SCALE_ALIGNMENT) * SCALE_ALIGNMENT), dtype=torch.float32, device=device
+    )
+
+
+def _new_codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=E4M3, device=device)
+
+
+def _check_matrix(name: str, x: torch.Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"{name} has {x.dim()} dimensions; a matrix is needed: flatten the leading dimensions first")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{name} is {x.dtype}; the quantizers take torch.bfloat16 or torch.float32")
+
+
+def _check_out_dtype(out_dtype: str) -> torch.dtype:
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype={out_dtype!r} is unknown; allowed: {', '.join(OUT_DTYPES)}")
+    return OUT_DTYPES[out_dtype]
+
+
+def check_gemm_operands(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> None:
+    """Refuse operands whose shapes or dtypes do not describe a block-scaled A B^T. Raises ValueError."""
+    (m, k), (n, kb) = a.shape, b.shape
+    if a.dtype != E4M3 or b.dtype != E4M3:
+        raise ValueError(f"gemm_nt takes {E4M3} operands, got {a.dtype} and {b.dtype}")
+    if k != kb or k % TILE:
+        raise ValueError(f"gemm_nt contracts over equal lengths that are multiples of {TILE}, got {k} and {kb}")
+    if a_scale.shape != (m, k // TILE):
+        raise ValueError(f"a_scale is {tuple(a_scale.shape)}; 1x{TILE} tiles of a {(m, k)} need {(m, k // TILE)}")
+    if b_scale.shape not in ((n, k // TILE), (ceil_div(n, TILE), k // TILE)):
+        raise ValueError(
+            f"b_scale is {tuple(b_scale.shape)}; b {(n, k)} needs {(n, k // TILE)} (tiles) or "
+            f"{(ceil_div(n, TILE), k // TILE)} (blocks)"
+        )
+
+
+def _define(schema: str, cpu: Callable, cuda_module: str, fake: Callable) -> None:
+    """Register one op. The CUDA module is imported at the op's first CUDA call: a CPU-only machine needs no Triton."""
+    name = schema.split("(", 1)[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+    def run_on_cpu(*args):
+        with torch.autocast("cpu", enabled=False):
+            return cpu(*args)
+
+    def run_on_cuda(*args):
+        import importlib
+
+        return getattr(importlib.import_module(f"jetrl_kernels.{cuda_module}"), name)(*args)
+
+    _library.impl(name, run_on_cpu, "CPU")
+    _library.impl(name, run_on_cuda, "CUDA")
+    torch.library.register_fake(f"jetrl::{name}", fake, lib=_library)
+
+
+# Quantizers ---------------------------------------------------------------------------------------------------------
+
+
+def _fake_quantize_tiles(x, scale_format):
+    _check_matrix("x", x)
+    check_scale_format(scale_format)
+    m, kp = x.shape[0], pad_to_tile(x.shape[1])
+    return _new_codes(m, kp, x.device), new_tile_scale(m, kp // TILE, x.device)
+
+
+def _fake_quantize_tiles_transposed(x, scale_format):
+    return _fake_quantize_tiles(x.t(), scale_format)
+
+
+def _fake_quantize_tiles_both(x, scale_format):
+    return (*_fake_quantize_tiles(x, scale_format), *_fake_quantize_tiles(x.t(), scale_format))
+
+
+def _fake_requantize(codes, scale, k, scale_format):
+    check_scale_format(scale_format)
+    mp = pad_to_tile(codes.shape[0])
+    return _new_codes(k, mp, codes.device), new_tile_scale(k, mp // TILE, codes.device)
+
+
+def _fake_quantize_blocks(weight, scale_format):
+    _check_matrix("weight", weight)
+    check_scale_format(scale_format)
+    np_, kp = pad_to_tile(weight.shape[0]), pad_to_tile(weight.shape[1])
+    scale = torch.empty(np_ // TILE, kp // TILE, dtype=torch.float32, device=weight.device)
+    return _new_codes(np_, kp, weight.device), scale
+
+
+def _fake_transpose_blocks(codes, scale):
+    return (
+        _new_codes(codes.shape[1], codes.shape[0], codes.device),
+        torch.empty(scale.shape[1], scale.shape[0], dtype=torch.float32, device=scale.device),
+    )
+
+
+def _quantize_tiles(x, scale_format):
+    _check_matrix("x", x)
+    return quantize_reference.quantize_tiles(x, scale_format)
+
+
+def _quantize_tiles_transposed(x, scale_format):
+    _check_matrix("x", x)
+    return quantize_reference.quantize_tiles_transposed(x, scale_format)
+
+
+def _quantize_tiles_both(x, scale_format):
+    return (*_quantize_tiles(x, scale_format), *_quantize_tiles_transposed(x, scale_format))
+
+
+def _quantize_blocks(weight, scale_format):
+    _check_matrix("weight", weight)
+    return quantize_reference.quantize_blocks(weight, scale_format)
+
+
+def _transpose_blocks(codes, scale):
+    # Through uint8: torch has few copy kernels for float8.
+    return codes.view(torch.uint8).t().contiguous().view(E4M3), scale.t().contiguous()
+
+
+_define(
+    "quantize_tiles(Tensor x, str scale_format) -> (Tensor, Tensor)",
+    _quantize_tiles,
+    "quantize_triton",
+    _fake_quantize_tiles,
+)
+_define(
+    "quantize_tiles_transposed(Tensor x, str scale_format) -> (Tensor, Tensor)",
+    _quantize_tiles_transposed,
+    "quantize_triton",
+    _fake_quantize_tiles_transposed,
+)
+_define(
+    "quantize_tiles_both(Tensor x, str scale_format) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_tiles_both,
+    "quantize_triton",
+    _fake_quantize_tiles_both,
+)
+_define(
+    "requantize_tiles_transposed(Tensor codes, Tensor scale, SymInt k, str scale_format) -> (Tensor, Tensor)",
+    quantize_reference.requantize_tiles_transposed,
+    "quantize_triton",
+    _fake_requantize,
+)
+_define(
+    "quantize_blocks(Tensor weight, str scale_format) -> (Tensor, Tensor)",
+    _quantize_blocks,
+    "quantize_triton",
+    _fake_quantize_blocks,
+)
+_define(
+    "transpose_blocks(Tensor codes, Tensor scale) -> (Tensor, Tensor)",
+    _transpose_blocks,
+    "quantize_triton",
+    _fake_transpose_blocks,
+)
+
+
+# GEMMs --------------------------------------------------------------------------------------------------------------
+
+
+def _fake_gemm_nt(a, a_scale, b, b_scale, out_dtype):
+    check_gemm_operands(a, a_scale, b, b_scale)
+    return torch.empty(a.shape[0], b.shape[0], dtype=_check_out_dtype(out_dtype), device=a.device)
+
+
+def _fake_gemm_nt_accumulate(a, a_scale, b, b_scale, out):
+    check_gemm_operands(a, a_scale, b, b_scale)
+
+
+def _gemm_nt(a, a_scale, b, b_scale, out_dtype):
+    check_gemm_operands(a, a_scale, b, b_scale)
+    return gemm_reference.gemm_nt(a, a_scale, b, b_scale, _check_out_dtype(out_dtype))
+
+
+def _gemm_nt_accumulate(a, a_scale, b, b_scale, out):
+    check_gemm_operands(a, a_scale, b, b_scale)
+    out += gemm_reference.gemm_nt(a, a_scale, b, b_scale, torch.float32)
+
+
+_define(
+    "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str out_dtype) -> Tensor",
+    _gemm_nt,
+    "gemm",
+    _fake_gemm_nt,
+)
+_define(
+    "gemm_nt_accumulate(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out) -> ()",
+    _gemm_nt_accumulate,
+    "gemm",
+    _fake_gemm_nt_accumulate,
+)
