@@ -1,0 +1,17 @@
+"""jetrl inside vLLM. vLLM calls `register` in every process through the `vllm.general_plugins` entry point.
+
+Inert until a job asks for `quantization=jetrl`, except for one worker method with which the trainer asks a worker what
+it really runs (integrations/vllm/handshake.py). Safe to call more than once in a process.
+"""
+
+
+def register() -> None:
+    from vllm.platforms import current_platform
+
+    from jetrl.integrations.vllm import handshake, quantization  # noqa: F401  (registers the name "jetrl")
+
+    handshake.install()
+    if current_platform.is_cpu():
+        from jetrl.integrations.vllm import cpu
+
+        cpu.keep_weights_after_packing()

@@ -1,0 +1,47 @@
+"""A vLLM worker's answer to "which precision graph do you run?".
+
+The channel: VeRL's rollout is a Ray actor around vLLM's AsyncLLM; the trainer asks that engine for a collective RPC named
+REPORT_METHOD, and every worker process answers for itself. vLLM's hook for extra worker methods, `worker_extension_cls`,
+takes one class and VeRL already uses it, so the plug-in adds the one method to vLLM's worker base class (vLLM 0.24 seen).
+It can go when vLLM accepts several worker extensions.
+"""
+
+import importlib.metadata
+import os
+import uuid
+
+import torch
+from vllm.v1.worker.worker_base import WorkerBase
+
+from jetrl.precision.build_vllm import build_rollout_graph
+
+REPORT_METHOD = "jetrl_report"
+
+# Tells a restarted worker from the one that answered before.
+_PROCESS_ID = f"{os.getpid()}-{uuid.uuid4().hex}"
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be the same on both sides for a unified flow."""
+    return {
+        "jetrl": importlib.metadata.version("jetrl"),
+        "torch": torch.__version__,
+        "vllm": importlib.metadata.version("vllm"),
+    }
+
+
+def report(worker: WorkerBase) -> dict:
+    """Built from the live model, so it says what runs, not what was configured. Plain containers only."""
+    graph = build_rollout_graph(worker.model_runner.model)
+    return {
+        "process": _PROCESS_ID,
+        "rank": worker.rank,
+        "digest": graph.digest(),
+        "graph": graph.to_dict(),
+        "versions": versions(),
+    }
+
+
+def install() -> None:
+    """Idempotent."""
+    setattr(WorkerBase, REPORT_METHOD, report)
