@@ -15,10 +15,18 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from jetrl.precision.build_vllm import build_rollout_graph
 
-REPORT_METHOD = "jetrl_report"
+REPORT_METHOD = "jetrl_report"  # named again in integrations/verl/handshake.py, which must not import vLLM
 
 # Tells a restarted worker from the one that answered before.
 _PROCESS_ID = f"{os.getpid()}-{uuid.uuid4().hex}"
+
+
+_trainer_has_asked = False
+
+
+def trainer_has_asked() -> bool:
+    """True once a trainer has asked this process for its graph."""
+    return _trainer_has_asked
 
 
 def versions() -> dict[str, str]:
@@ -32,7 +40,9 @@ def versions() -> dict[str, str]:
 
 def report(worker: WorkerBase) -> dict:
     """Built from the live model, so it says what runs, not what was configured. Plain containers only."""
+    global _trainer_has_asked
     graph = build_rollout_graph(worker.model_runner.model)
+    _trainer_has_asked = True
     return {
         "process": _PROCESS_ID,
         "rank": worker.rank,

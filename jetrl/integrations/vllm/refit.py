@@ -14,6 +14,7 @@ import torch
 from jetrl_kernels.constants import E4M3, TILE, pad_to_tile
 
 from jetrl.errors import JobError
+from jetrl.integrations.vllm import handshake
 from jetrl.linear import quantize_weight
 
 _QKV_SHARDS = ("q", "k", "v")
@@ -42,6 +43,7 @@ class WeightReceiver:
         self.scale_format = scale_format
         self.stock_loader = stock_loader
         self.ever_loaded = False
+        self._started_on_dummy_weights = False
         self._staging: torch.nn.Parameter | None = None
         self._received: set[str] = set()
         self._faults: list[str] = []
@@ -82,10 +84,16 @@ class WeightReceiver:
         if faults:
             raise JobError(f"weight sync failed: {'; '.join(faults)}")
         if not received and not self.ever_loaded:
+            self._started_on_dummy_weights = True
             return
         missing = [name for name in self.names if name not in received]
         if missing:
             raise JobError(f"weight sync incomplete: {', '.join(missing)} was not received by the rollout")
+        if self._started_on_dummy_weights and not handshake.trainer_has_asked():
+            raise JobError(
+                "the rollout runs jetrl's FP8 layers but the trainer never asked for its precision graph, so it would train "
+                "in another precision; set actor_rollout_ref.model.external_lib=jetrl.integrations.verl and an FSDP strategy"
+            )
         self.ever_loaded = True
         if not torch.isfinite(self.layer.weight_scale).all():
             raise JobError(f"weight sync failed: {', '.join(self._names_not_finite())} holds NaN or Inf")

@@ -1,0 +1,93 @@
+"""VeRL's FSDP engine with jetrl's linear layers: the actor and the reference, before FSDP wraps them."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+from verl.utils.device import get_device_name, get_vendor
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from jetrl.convert import convert
+from jetrl.errors import UserError
+from jetrl.integrations.verl.handshake import RolloutHandshake
+from jetrl.precision.build_hf import build_training_graph
+from jetrl.precision.flow import Flow, load_flow
+from jetrl.precision.graph import PrecisionGraph
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+
+class JetFSDPEngine(FSDPEngineWithLMHead):
+    """FSDP1 and FSDP2. The flow comes from `model.override_config.jetrl_flow`; without it, the default flow.
+
+    The critic is built by another engine class (VeRL's value model) and stays as it is.
+    """
+
+    flow: Flow
+    precision_graph: PrecisionGraph
+
+    def _build_module(self):
+        self.flow = load_flow(getattr(self.model_config.hf_config, "jetrl_flow", None))
+        self._refuse_unsupported()
+        module = super()._build_module()
+        if self.flow.train.linear != "bf16":
+            _refuse_packed_experts(module)
+        self.precision_graph = build_training_graph(module, self.flow.train)
+        report = convert(module, self.precision_graph)
+        if self.rank == 0:
+            role = "reference" if self.engine_config.forward_only else "actor"
+            logger.info("jetrl: flow %s, %s: %s", self.flow.name, role, report)
+        self._handshake = RolloutHandshake(self.flow, self.precision_graph)
+        self._last_sync: dict[str, float] = {}
+        return module
+
+    def _refuse_unsupported(self) -> None:
+        if self.flow.train.linear == "bf16":
+            return
+        if self._is_lora:
+            raise UserError("LoRA is not supported with an FP8 trainer; remove actor_rollout_ref.model.lora_rank")
+        if self._qat_enabled:
+            raise UserError("QAT is not supported with an FP8 trainer; remove actor.fsdp_config.qat.enable")
+
+    def get_per_tensor_param(self, *args, **kwargs):
+        """VeRL calls this once per weight sync, before any weight moves: the place to ask what the rollout runs."""
+        self._handshake.check()
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        return self._measure(weights), peft_config
+
+    def _measure(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        start, size = time.perf_counter(), 0
+        for name, tensor in weights:
+            size += tensor.nbytes
+            yield name, tensor
+        self._last_sync = {"sync_bytes": float(size), "sync_seconds": time.perf_counter() - start}
+
+    def train_batch(self, data, loss_function):
+        """Adds the bytes and seconds of the sync that preceded this update to the actor's metrics."""
+        outputs = super().train_batch(data, loss_function)
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"].update(self._last_sync)
+        return outputs
+
+
+def _refuse_packed_experts(module: torch.nn.Module) -> None:
+    """Transformers 5 packs a layer's experts into 3-D parameters that are no nn.Linear, so a swap would miss them silently."""
+    packed = [name for name, p in module.named_parameters() if p.dim() == 3]
+    if packed:
+        raise UserError(
+            f"MoE experts are not supported with an FP8 trainer yet ({packed[0]} and {len(packed) - 1} more); "
+            f"use precision=bf16 or a dense model"
+        )
+
+
+def register() -> None:
+    """Put the engine in front of VeRL's own for this device. The (device, vendor) key is free in VeRL 0.9.1. Idempotent."""
+    device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
+    vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
+    for strategy in ("fsdp", "fsdp2"):
+        if EngineRegistry.get_engine_cls("language_model", strategy) is not JetFSDPEngine:
+            EngineRegistry.register("language_model", strategy, device=device, vendor=vendor)(JetFSDPEngine)

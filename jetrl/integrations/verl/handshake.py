@@ -1,0 +1,158 @@
+"""Before weights move: ask every vLLM worker which precision graph it runs, and compare with the trainer's.
+
+Channel: VeRL names its rollout servers as Ray actors. Their `collective_rpc` drops the workers' answers, so rank 0 runs
+two small functions inside the server (Ray's `__ray_call__`): one starts the RPC on the engine, one collects it. Rank 0
+then broadcasts the verdict, so that all ranks stop together and none waits in a collective for the others.
+
+It runs at every sync, not only the first: that is what notices a rollout server that was restarted in between.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from dataclasses import dataclass
+
+import ray
+import torch
+from ray.util import list_named_actors
+
+from jetrl.errors import JobError
+from jetrl.precision.flow import Flow
+from jetrl.precision.graph import PrecisionGraph
+from jetrl.precision.subgraph import check
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+REPORT_METHOD = "jetrl_report"
+TIMEOUT_SECONDS = 120.0
+# vllm_server_<replica>_<node>: only node 0 of a replica has an engine to ask. Reward and teacher servers do not match.
+_SERVER_NAME = re.compile(r"vllm_server_\d+_0\D*")
+_SHOWN_VIOLATIONS = 3
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One worker's answer; `graph` in the wire form of PrecisionGraph.to_dict."""
+
+    server: str
+    rank: int
+    process: str
+    digest: str
+    graph: dict
+    versions: dict[str, str]
+
+
+class RolloutHandshake:
+    """Held by the trainer's engine; remembers who answered so that an unchanged rollout costs one small RPC."""
+
+    def __init__(self, flow: Flow, train_graph: PrecisionGraph) -> None:
+        self.flow = flow
+        self.train_graph = train_graph
+        self._agreed: set[tuple[str, str]] = set()
+
+    def check(self) -> None:
+        """Collective over all trainer ranks. Raises JobError where a worker differs or does not answer."""
+        verdict: list[str | None] = [None]
+        if torch.distributed.get_rank() == 0:
+            try:
+                self._compare(ask_rollout())
+            except JobError as e:
+                verdict = [str(e)]
+        torch.distributed.broadcast_object_list(verdict, src=0)
+        if verdict[0] is not None:
+            raise JobError(verdict[0])
+
+    def _compare(self, reports: list[WorkerReport]) -> None:
+        fresh = [r for r in reports if (r.process, r.digest) not in self._agreed]
+        if not fresh:
+            return
+        self._compare_versions(fresh)
+        digests = {r.digest for r in reports}
+        if len(digests) > 1:
+            shown = ", ".join(f"{r.server} rank {r.rank}: {r.digest[:12]}" for r in reports)
+            raise JobError(f"the rollout workers run different precision graphs ({shown})")
+        violations = check(PrecisionGraph.from_dict(fresh[0].graph), self.train_graph)
+        if violations and self.flow.unified:
+            raise JobError(violation_sentence(self.flow.name, violations))
+        if violations:
+            logger.warning(
+                "jetrl: flow %s is not unified: %d edges of the rollout are not in the trainer's forward graph, e.g. %s",
+                self.flow.name,
+                len(violations),
+                violations[0],
+            )
+        else:
+            logger.info(
+                "jetrl: flow %s: the rollout's precision graph %s is a subgraph of the trainer's (%d workers)",
+                self.flow.name,
+                fresh[0].digest[:12],
+                len(reports),
+            )
+        self._agreed = {(r.process, r.digest) for r in reports}
+
+    @staticmethod
+    def _compare_versions(reports: list[WorkerReport]) -> None:
+        from jetrl.integrations.vllm.handshake import versions
+
+        mine = versions()
+        for r in reports:
+            for name, version in mine.items():
+                if r.versions.get(name) != version:
+                    raise JobError(
+                        f"{r.server} rank {r.rank} runs {name} {r.versions.get(name)} but the trainer runs {version}; "
+                        f"use one environment for both"
+                    )
+
+
+def violation_sentence(flow_name: str, violations: list) -> str:
+    shown = "; ".join(str(v) for v in violations[:_SHOWN_VIOLATIONS])
+    more = f" (and {len(violations) - _SHOWN_VIOLATIONS} more)" if len(violations) > _SHOWN_VIOLATIONS else ""
+    return (
+        f"flow {flow_name} claims to be unified, but the rollout's precision graph is not a subgraph of the trainer's "
+        f"forward graph: {shown}{more}"
+    )
+
+
+def ask_rollout() -> list[WorkerReport]:
+    """Every worker of every rollout server of this Ray namespace. Raises JobError when one does not answer."""
+    names = sorted(name for name in list_named_actors() if _SERVER_NAME.fullmatch(name))
+    if not names:
+        raise JobError("no vLLM rollout server was found to compare precision graphs with")
+    reports = []
+    for name in names:
+        for answer in _ask_server(name):
+            reports.append(WorkerReport(server=name, **answer))
+    return reports
+
+
+def _ask_server(name: str) -> list[dict]:
+    server = ray.get_actor(name)
+    try:
+        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD), timeout=TIMEOUT_SECONDS)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            answers = ray.get(server.__ray_call__.remote(_collect_report), timeout=TIMEOUT_SECONDS)
+            if answers is not None:
+                return answers
+            time.sleep(0.02)
+    except ray.exceptions.RayError as e:
+        cause = str(getattr(e, "cause", None) or e).strip().splitlines()[-1]
+        raise JobError(
+            f"{name} could not tell which precision graph it runs ({cause}); is jetrl's vLLM plug-in installed in the "
+            f"rollout's environment and allowed by VLLM_PLUGINS?"
+        ) from e
+    raise JobError(f"{name} did not tell within {TIMEOUT_SECONDS:.0f} s which precision graph it runs")
+
+
+def _start_report(server, method: str) -> None:
+    """Runs inside the rollout server's event loop."""
+    server.jetrl_report_task = asyncio.ensure_future(server.engine.collective_rpc(method=method))
+
+
+def _collect_report(server) -> list[dict] | None:
+    """The workers' answers, None while they are not all there; re-raises what a worker raised."""
+    if not server.jetrl_report_task.done():
+        return None
+    return server.jetrl_report_task.result()
