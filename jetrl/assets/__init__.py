@@ -1,0 +1,1 @@
+"""Files shipped with jetrl: the embedded model."""
