@@ -18,6 +18,7 @@ import torch
 from ray.util import list_named_actors
 
 from jetrl.errors import JobError
+from jetrl.integrations.protocol import REPORT_METHOD, versions
 from jetrl.precision.flow import Flow
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.subgraph import check
@@ -25,7 +26,6 @@ from jetrl.precision.subgraph import check
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
-REPORT_METHOD = "jetrl_report"
 TIMEOUT_SECONDS = 120.0
 # vllm_server_<replica>_<node>: only node 0 of a replica has an engine to ask. Reward and teacher servers do not match.
 _SERVER_NAME = re.compile(r"vllm_server_\d+_0\D*")
@@ -94,8 +94,6 @@ class RolloutHandshake:
 
     @staticmethod
     def _compare_versions(reports: list[WorkerReport]) -> None:
-        from jetrl.integrations.vllm.handshake import versions
-
         mine = versions()
         for r in reports:
             for name, version in mine.items():

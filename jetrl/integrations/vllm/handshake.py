@@ -6,16 +6,13 @@ takes one class and VeRL already uses it, so the plug-in adds the one method to 
 It can go when vLLM accepts several worker extensions.
 """
 
-import importlib.metadata
 import os
 import uuid
 
-import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
+from jetrl.integrations.protocol import REPORT_METHOD, versions
 from jetrl.precision.build_vllm import build_rollout_graph
-
-REPORT_METHOD = "jetrl_report"  # named again in integrations/verl/handshake.py, which must not import vLLM
 
 # Tells a restarted worker from the one that answered before.
 _PROCESS_ID = f"{os.getpid()}-{uuid.uuid4().hex}"
@@ -27,15 +24,6 @@ _trainer_has_asked = False
 def trainer_has_asked() -> bool:
     """True once a trainer has asked this process for its graph."""
     return _trainer_has_asked
-
-
-def versions() -> dict[str, str]:
-    """Versions that must be the same on both sides for a unified flow."""
-    return {
-        "jetrl": importlib.metadata.version("jetrl"),
-        "torch": torch.__version__,
-        "vllm": importlib.metadata.version("vllm"),
-    }
 
 
 def report(worker: WorkerBase) -> dict:
