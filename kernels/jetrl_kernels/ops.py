@@ -16,6 +16,7 @@ Ops
   quantize_tiles_both(x, scale_format)                   -> the four of the two above, from one read
   requantize_tiles_transposed(codes, scale, k, format)   -> codes (k, Mp), scale (k, Mp/128)
   quantize_blocks(weight, scale_format)                  -> codes (Np, Kp), scale (Np/128, Kp/128)
+  quantize_blocks_both(weight, scale_format)             -> the four of quantize_blocks and transpose_blocks
   transpose_blocks(codes, scale)                         -> codes (Kp, Np), scale (Kp/128, Np/128)
   gemm_nt(a, a_scale, b, b_scale, out_dtype)             -> (M, N): a (M, K) tiles; b (N, K) blocks or tiles
   gemm_nt_accumulate(a, a_scale, b, b_scale, out)        -> None: out (M, N) float32 += a b^T, both in tiles
@@ -37,20 +38,23 @@ OUT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _library = torch.library.Library("jetrl", "DEF")
 
 
-def new_tile_scale(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised tile scales of logical shape (rows, columns) in the memory order the device's GEMM reads."""
-    if device.type != "cuda":
-        return torch.empty(rows, columns, dtype=torch.float32, device=device)
-    return torch.empty_strided(
-        (rows, columns), (1, ceil_div(rows, SCALE_ALIGNMENT) * SCALE_ALIGNMENT), dtype=torch.float32, device=device
-    )
+def new_column_major_scale(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised tile scales of logical shape (rows, columns), each column contiguous and 16-byte aligned."""
+    stride = max(ceil_div(rows, SCALE_ALIGNMENT) * SCALE_ALIGNMENT, SCALE_ALIGNMENT)
+    return torch.empty_strided((rows, columns), (1, stride), dtype=torch.float32, device=device)
 
 
-def _new_codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+def _new_tile_scale(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return new_column_major_scale(rows, columns, device)
+    return torch.empty(rows, columns, dtype=torch.float32, device=device)
+
+
+def new_codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=E4M3, device=device)
 
 
-def _check_matrix(name: str, x: torch.Tensor) -> None:
+def check_matrix(name: str, x: torch.Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"{name} has {x.dim()} dimensions; a matrix is needed: flatten the leading dimensions first")
     if x.dtype not in (torch.bfloat16, torch.float32):
@@ -102,10 +106,10 @@ def _define(schema: str, cpu: Callable, cuda_module: str, fake: Callable) -> Non
 
 
 def _fake_quantize_tiles(x, scale_format):
-    _check_matrix("x", x)
+    check_matrix("x", x)
     check_scale_format(scale_format)
     m, kp = x.shape[0], pad_to_tile(x.shape[1])
-    return _new_codes(m, kp, x.device), new_tile_scale(m, kp // TILE, x.device)
+    return new_codes(m, kp, x.device), _new_tile_scale(m, kp // TILE, x.device)
 
 
 def _fake_quantize_tiles_transposed(x, scale_format):
@@ -119,31 +123,35 @@ def _fake_quantize_tiles_both(x, scale_format):
 def _fake_requantize(codes, scale, k, scale_format):
     check_scale_format(scale_format)
     mp = pad_to_tile(codes.shape[0])
-    return _new_codes(k, mp, codes.device), new_tile_scale(k, mp // TILE, codes.device)
+    return new_codes(k, mp, codes.device), _new_tile_scale(k, mp // TILE, codes.device)
 
 
 def _fake_quantize_blocks(weight, scale_format):
-    _check_matrix("weight", weight)
+    check_matrix("weight", weight)
     check_scale_format(scale_format)
     np_, kp = pad_to_tile(weight.shape[0]), pad_to_tile(weight.shape[1])
     scale = torch.empty(np_ // TILE, kp // TILE, dtype=torch.float32, device=weight.device)
-    return _new_codes(np_, kp, weight.device), scale
+    return new_codes(np_, kp, weight.device), scale
 
 
 def _fake_transpose_blocks(codes, scale):
     return (
-        _new_codes(codes.shape[1], codes.shape[0], codes.device),
+        new_codes(codes.shape[1], codes.shape[0], codes.device),
         torch.empty(scale.shape[1], scale.shape[0], dtype=torch.float32, device=scale.device),
     )
 
 
+def _with_transpose(blocks, transpose):
+    return (*blocks, *transpose(*blocks))
+
+
 def _quantize_tiles(x, scale_format):
-    _check_matrix("x", x)
+    check_matrix("x", x)
     return quantize_reference.quantize_tiles(x, scale_format)
 
 
 def _quantize_tiles_transposed(x, scale_format):
-    _check_matrix("x", x)
+    check_matrix("x", x)
     return quantize_reference.quantize_tiles_transposed(x, scale_format)
 
 
@@ -152,7 +160,7 @@ def _quantize_tiles_both(x, scale_format):
 
 
 def _quantize_blocks(weight, scale_format):
-    _check_matrix("weight", weight)
+    check_matrix("weight", weight)
     return quantize_reference.quantize_blocks(weight, scale_format)
 
 
@@ -188,13 +196,19 @@ _define(
 _define(
     "quantize_blocks(Tensor weight, str scale_format) -> (Tensor, Tensor)",
     _quantize_blocks,
-    "quantize_triton",
+    "weight_triton",
     _fake_quantize_blocks,
+)
+_define(
+    "quantize_blocks_both(Tensor weight, str scale_format) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda weight, scale_format: _with_transpose(_quantize_blocks(weight, scale_format), _transpose_blocks),
+    "weight_triton",
+    lambda weight, scale_format: _with_transpose(_fake_quantize_blocks(weight, scale_format), _fake_transpose_blocks),
 )
 _define(
     "transpose_blocks(Tensor codes, Tensor scale) -> (Tensor, Tensor)",
     _transpose_blocks,
-    "quantize_triton",
+    "weight_triton",
     _fake_transpose_blocks,
 )
 

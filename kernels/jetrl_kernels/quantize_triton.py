@@ -1,0 +1,176 @@
+"""Triton quantizers: 1x128 tiles along either dimension, both at once, or from a saved FP8 copy.
+
+Same codes and scales as `quantize_reference`, bit for bit. Every kernel walks (rows x 128) pieces, one program each.
+Row and column offsets are 64-bit: activations of long packed batches pass 2**31 elements.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
+from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
+from jetrl_kernels.rounding_triton import INTERPRETED, encode, magnitude_bits, scale_of
+from jetrl_kernels.scale import check_scale_format
+
+# Rows of one program of the row-wise quantizer, and warps per kernel: the fastest of a sweep on an H200
+# (benchmarks/bench_quantize.py --sweep).
+ROWS = 32
+ROW_WARPS = 4
+COLUMNS = 64
+COLUMN_WARPS = 4
+BOTH_WARPS = 8
+
+
+@triton.jit
+def _load(x, row, col, m, k, stride_m, stride_k):
+    inside = (row < m)[:, None] & (col < k)[None, :]
+    return tl.load(x + row[:, None] * stride_m + col[None, :] * stride_k, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(
+    value, codes, scale, row, col, tile, m, kp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Quantize (ROWS, 128) along columns and write it where it came from."""
+    s = scale_of(tl.max(magnitude_bits(value), axis=1), POW2)
+    code = encode(value, s[:, None], INTERPRETED)
+    tl.store(codes + row[:, None] * kp + col[None, :], code, mask=(row < m)[:, None])
+    tl.store(scale + tile * stride_scale + row, s, mask=row < m)
+
+
+@triton.jit
+def _store_columns(
+    value, codes, scale, row, col, tile, k, mp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Quantize (128, COLUMNS) along rows and write it transposed."""
+    s = scale_of(tl.max(magnitude_bits(value), axis=0), POW2)
+    code = tl.trans(encode(value, s[None, :], INTERPRETED))
+    tl.store(codes + col[:, None] * mp + row[None, :], code, mask=(col < k)[:, None])
+    tl.store(scale + tile * stride_scale + col, s, mask=col < k)
+
+
+@triton.jit
+def _tiles_kernel(
+    x, codes, scale, m, k, kp, stride_m, stride_k, stride_scale,
+    ROWS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tiles = kp // 128
+    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tile * 128 + tl.arange(0, 128)
+    value = _load(x, row, col, m, k, stride_m, stride_k)
+    _store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
+
+
+@triton.jit
+def _transposed_kernel(
+    x, codes, scale, m, k, mp, stride_m, stride_k, stride_scale,
+    COLUMNS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    pieces = tl.cdiv(k, COLUMNS)
+    tile = (tl.program_id(0) // pieces).to(tl.int64)
+    row = tile * 128 + tl.arange(0, 128)
+    col = (tl.program_id(0) % pieces).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    value = _load(x, row, col, m, k, stride_m, stride_k)
+    _store_columns(value, codes, scale, row, col, tile, k, mp, stride_scale, POW2, INTERPRETED)
+
+
+@triton.jit
+def _both_kernel(
+    x, codes, scale, codes_t, scale_t, m, k, kp, mp, stride_m, stride_k, stride_scale, stride_scale_t,
+    POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tiles = kp // 128
+    tile_k = (tl.program_id(0) % tiles).to(tl.int64)
+    tile_m = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tile_m * 128 + tl.arange(0, 128)
+    col = tile_k * 128 + tl.arange(0, 128)
+    value = _load(x, row, col, m, k, stride_m, stride_k)
+    _store_rows(value, codes, scale, row, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
+    _store_columns(value, codes_t, scale_t, row, col, tile_m, k, mp, stride_scale_t, POW2, INTERPRETED)
+
+
+@triton.jit
+def _requantize_kernel(
+    codes, scale, codes_t, scale_t, m, k, kp, mp, stride_sm, stride_sk, stride_scale_t,
+    COLUMNS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    pieces = tl.cdiv(k, COLUMNS)
+    tile = (tl.program_id(0) // pieces).to(tl.int64)
+    first = (tl.program_id(0) % pieces).to(tl.int64) * COLUMNS
+    row = tile * 128 + tl.arange(0, 128)
+    col = first + tl.arange(0, COLUMNS)
+    inside = (row < m)[:, None] & (col < k)[None, :]
+    code = tl.load(codes + row[:, None] * kp + col[None, :], mask=inside, other=0)
+    s = tl.load(scale + row * stride_sm + (first // 128) * stride_sk, mask=row < m, other=1.0)
+    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s[:, None]
+    _store_columns(value, codes_t, scale_t, row, col, tile, k, mp, stride_scale_t, POW2, INTERPRETED)
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Kernels move codes as bytes; the interpreter has no float8 loads."""
+    return codes.view(torch.uint8)
+
+
+def quantize_tiles(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) -> codes (M, Kp), scale (M, Kp/128), on x's device. Any strides; M or K may be 0."""
+    check_matrix("x", x)
+    check_scale_format(scale_format)
+    (m, k), kp = x.shape, pad_to_tile(x.shape[1])
+    codes, scale = new_codes(m, kp, x.device), new_column_major_scale(m, kp // TILE, x.device)
+    if codes.numel():
+        _tiles_kernel[(ceil_div(m, ROWS) * (kp // TILE),)](
+            x, _bytes(codes), scale, m, k, kp, *x.stride(), scale.stride(1),
+            ROWS=ROWS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=ROW_WARPS,
+        )  # fmt: skip
+    return codes, scale
+
+
+def quantize_tiles_transposed(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) -> codes (K, Mp), scale (K, Mp/128): tiles of 128 rows."""
+    check_matrix("x", x)
+    check_scale_format(scale_format)
+    (m, k), mp = x.shape, pad_to_tile(x.shape[0])
+    codes, scale = new_codes(k, mp, x.device), new_column_major_scale(k, mp // TILE, x.device)
+    if codes.numel():
+        _transposed_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
+            x, _bytes(codes), scale, m, k, mp, *x.stride(), scale.stride(1),
+            COLUMNS=COLUMNS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
+        )  # fmt: skip
+    return codes, scale
+
+
+def quantize_tiles_both(
+    x: torch.Tensor, scale_format: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """codes, scale of `quantize_tiles` and codes, scale of `quantize_tiles_transposed`, reading x once."""
+    check_matrix("x", x)
+    check_scale_format(scale_format)
+    (m, k), mp, kp = x.shape, pad_to_tile(x.shape[0]), pad_to_tile(x.shape[1])
+    codes, scale = new_codes(m, kp, x.device), new_column_major_scale(m, kp // TILE, x.device)
+    codes_t, scale_t = new_codes(k, mp, x.device), new_column_major_scale(k, mp // TILE, x.device)
+    if x.numel():
+        _both_kernel[((mp // TILE) * (kp // TILE),)](
+            x, _bytes(codes), scale, _bytes(codes_t), scale_t, m, k, kp, mp, *x.stride(),
+            scale.stride(1), scale_t.stride(1),
+            POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=BOTH_WARPS,
+        )  # fmt: skip
+    return codes, scale, codes_t, scale_t
+
+
+def requantize_tiles_transposed(
+    codes: torch.Tensor, scale: torch.Tensor, k: int, scale_format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """codes (M, Kp), scale (M, Kp/128) -> codes (k, Mp), scale (k, Mp/128): dequantize, transpose, quantize."""
+    check_scale_format(scale_format)
+    if codes.dtype != E4M3 or not codes.is_contiguous():
+        raise ValueError(f"codes must be contiguous {E4M3}, got {codes.dtype} with strides {codes.stride()}")
+    (m, kp), mp = codes.shape, pad_to_tile(codes.shape[0])
+    codes_t, scale_t = new_codes(k, mp, codes.device), new_column_major_scale(k, mp // TILE, codes.device)
+    if codes_t.numel():
+        _requantize_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
+            _bytes(codes), scale, _bytes(codes_t), scale_t, m, k, kp, mp, *scale.stride(), scale_t.stride(1),
+            COLUMNS=COLUMNS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
+        )  # fmt: skip
+    return codes_t, scale_t
