@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -9,16 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from jetrl.precision.backward import BackwardWiring
 from jetrl.precision.flow import PrecisionAssignment
-from jetrl.precision.formats import BF16, FP32, LinearFormat, TensorFormat, fp8_block, fp8_tile
+from jetrl.precision.formats import BF16, LinearFormat, TensorFormat, format_of_dtype, fp8_block, fp8_tile
 from jetrl.precision.graph import PrecisionGraph
-from jetrl.precision.hf_parts import HuggingFaceParts, unquantized
+from jetrl.precision.hf_parts import HuggingFaceParts
 from jetrl.precision.layout import Decoder, Experts, Linear
 from jetrl.precision.patterns import kept_unquantized
 from jetrl.precision.wiring import ForwardWiring
 
 # vLLM's block FP8 rounds scales up to powers of two on Hopper unless VLLM_USE_DEEP_GEMM_E8M0=0.
 VLLM_FP8_SCALE_FORMAT = "pow2"
-_FORMAT_OF_DTYPE = {torch.bfloat16: BF16, torch.float32: FP32}
 
 
 def build_training_graph(
@@ -81,29 +81,26 @@ def _decoder(
     master: TensorFormat | None,
     side: str,
 ) -> Decoder:
-    if assignment is None:
-        reasons: dict[str, str] = {}
-        kv = carrier
-    else:
+    reasons: dict[str, str] = {}
+    if assignment is not None:
         names, always = _quantizable(model)
         reasons = kept_unquantized(names, assignment, model.config.num_hidden_layers, always, side)
-        kv = carrier
 
     def make_linear(name: str, module: nn.Module) -> Linear:
         shape, bias = (module.out_features, module.in_features), module.bias is not None
         if assignment is None:
-            fmt = getattr(module, "format", None) or unquantized(carrier)
+            fmt = getattr(module, "format", None) or LinearFormat.unquantized(carrier)
             return Linear(name, shape, fmt, bias, source=BF16 if fmt.is_fp8 else carrier)
         if name in reasons:
-            return Linear(name, shape, unquantized(carrier), bias, source=carrier)
+            return Linear(name, shape, LinearFormat.unquantized(carrier), bias, source=carrier)
         if assignment.linear == "vllm_fp8":
-            s, fmt = VLLM_FP8_SCALE_FORMAT, unquantized(carrier)
-            fmt = LinearFormat(fp8_tile(s), fp8_block(s), fmt.dy, fmt.wgrad_x, fmt.wgrad_dy)
+            s = VLLM_FP8_SCALE_FORMAT
+            fmt = LinearFormat(fp8_tile(s), fp8_block(s), carrier, carrier, carrier)
             return Linear(name, shape, fmt, bias, quantizer="vllm", source=carrier)
         return Linear(name, shape, LinearFormat.fp8_blockwise(assignment.scale_format), bias, source=BF16)
 
     if master is None:
-        master = _FORMAT_OF_DTYPE.get(next(model.parameters()).dtype, FP32)
+        master = format_of_dtype(next(model.parameters()).dtype)
     meta = {
         "engine": "huggingface",
         "side": side,
@@ -113,7 +110,7 @@ def _decoder(
     }
     if assignment is not None:
         meta["assignment"] = assignment_to_dict(assignment)
-    decoder = HuggingFaceParts(model, make_linear, carrier, kv).decoder(master, meta)
+    decoder = HuggingFaceParts(model, make_linear, carrier, kv=carrier).decoder(master, meta)
     meta["unclassified"] = list(decoder.unclassified)
     return decoder
 
@@ -140,8 +137,6 @@ def _linears(decoder: Decoder) -> Sequence[Linear]:
 
 
 def assignment_to_dict(assignment: PrecisionAssignment) -> dict:
-    from dataclasses import asdict
-
     data = asdict(assignment)
     data["exclude"] = list(data["exclude"])
     return data

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 DTYPES = ("e4m3", "bf16", "fp32")
-GRANULARITIES = ("none", "tile_1x128", "tile_128x1", "block_128x128", "tensor", "channel")
+GRANULARITIES = ("none", "tile_1x128", "tile_128x1", "block_128x128", "tensor", "token", "channel")
 SCALE_FORMATS = ("none", "fp32", "pow2")
 
 
@@ -13,7 +13,8 @@ class TensorFormat:
 
     `tile_1x128`: one scale per 128 consecutive elements of a row; `tile_128x1`: per 128 rows of one column (wgrad's
     tiles along tokens); `block_128x128`: one scale per square block. Unquantized tensors have granularity and scale
-    format "none". `tensor` and `channel` exist only to describe foreign set-ups truthfully.
+    format "none". `tensor`, `token` (one scale per row of an activation) and `channel` (one per output row of a
+    weight) exist only to describe foreign set-ups truthfully.
     """
 
     dtype: str
@@ -29,7 +30,9 @@ class TensorFormat:
             raise ValueError(f"a scale format needs a granularity and the reverse, got {asdict(self)}")
 
     def __str__(self) -> str:
-        return self.dtype if self.granularity == "none" else f"{self.dtype} {self.granularity} {self.scale_format}-scale"
+        return (
+            self.dtype if self.granularity == "none" else f"{self.dtype} {self.granularity} {self.scale_format}-scale"
+        )
 
 
 BF16 = TensorFormat("bf16")
@@ -46,6 +49,14 @@ def fp8_token_tile(scale_format: str) -> TensorFormat:
 
 def fp8_block(scale_format: str) -> TensorFormat:
     return TensorFormat("e4m3", "block_128x128", scale_format)
+
+
+def format_of_dtype(dtype: object) -> TensorFormat:
+    """The unquantized format of a torch dtype. ValueError for one that the graph has no name for (float16)."""
+    known = {"torch.bfloat16": BF16, "torch.float32": FP32}
+    if str(dtype) not in known:
+        raise ValueError(f"dtype {dtype} has no place in a precision graph; allowed: {', '.join(known)}")
+    return known[str(dtype)]
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,11 @@ class LinearFormat:
     @classmethod
     def bf16(cls) -> "LinearFormat":
         return cls(BF16, BF16, BF16, BF16, BF16)
+
+    @classmethod
+    def unquantized(cls, carrier: TensorFormat) -> "LinearFormat":
+        """All operands in `carrier`: BF16, or FP32 where a job computes in it."""
+        return cls(carrier, carrier, carrier, carrier, carrier)
 
     @classmethod
     def fp8_blockwise(cls, scale_format: str) -> "LinearFormat":

@@ -124,7 +124,13 @@ class PrecisionGraph:
         return {
             "operators": [[o.name, o.kind, list(o.shape), o.definition, o.phase] for o in self.operators],
             "edges": [
-                [e.producer, e.consumer, e.tensor, [e.format.dtype, e.format.granularity, e.format.scale_format], e.phase]
+                [
+                    e.producer,
+                    e.consumer,
+                    e.tensor,
+                    [e.format.dtype, e.format.granularity, e.format.scale_format],
+                    e.phase,
+                ]
                 for e in self.edges
             ],
             "meta": self.meta,

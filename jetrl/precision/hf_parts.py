@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from jetrl.precision.formats import TensorFormat
+from jetrl.precision.formats import LinearFormat, TensorFormat
 from jetrl.precision.layout import Decoder, Experts, GatedMlp, Layer, Linear, Norm
 
 # Children that a pre-norm decoder layer and its parts may have; any other makes the layer "not understood".
@@ -38,7 +38,7 @@ class HuggingFaceParts:
             name = self._claim(self.names[id(head)])
             tied = head.weight is embedding.weight
             shape = tuple(head.weight.shape)
-            plain = unquantized(self.carrier)
+            plain = LinearFormat.unquantized(self.carrier)
             parameter = f"{embedding_name}.weight" if tied else ""
             lm_head = Linear(name, shape, plain, head.bias is not None, source=self.carrier, parameter=parameter)
         layers, rotary = [], ""
@@ -157,12 +157,6 @@ class HuggingFaceParts:
     def _claim(self, name: str) -> str:
         self.claimed.add(name)
         return name
-
-
-def unquantized(carrier: TensorFormat):
-    from jetrl.precision.formats import LinearFormat
-
-    return LinearFormat(carrier, carrier, carrier, carrier, carrier)
 
 
 def is_norm(module: nn.Module) -> bool:
