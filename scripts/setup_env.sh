@@ -49,6 +49,13 @@ pin() {
     printf '%s' "$value"
 }
 
+interrupted() {
+    kill -- "-$1" 2>/dev/null || true
+    wait "$1" 2>/dev/null || true
+    printf '\nsetup: interrupted; run it again to go on.\n' >&2
+    exit 130
+}
+
 # phase TEXT COMMAND...: runs the command with its output in the log and shows what it is at, with the seconds: in
 # place on a terminal, a line every 15 s elsewhere.
 phase() {
@@ -61,7 +68,7 @@ phase() {
     "$@" </dev/null >>"$LOG" 2>&1 9>&- &
     pid=$!
     set +m
-    trap 'kill -- "-$pid" 2>/dev/null; wait "$pid" 2>/dev/null; printf "\nsetup: interrupted; run it again to go on.\n" >&2; exit 130' INT TERM HUP
+    trap 'interrupted "$pid"' INT TERM HUP
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.5
         now=$((SECONDS - begin))
