@@ -1,0 +1,241 @@
+"""Every refusal before Ray starts. Nothing is written here.
+
+`check(cfg)` is what jetrl.train runs; `check_verl_config(cfg)` is the part that needs only VeRL's own keys, and runs in
+an existing VeRL job as well. Each raises UserError with one sentence: value, what is allowed, the key that fixes it.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+import warnings
+from importlib import metadata
+from importlib.util import find_spec
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jetrl.data import TaskConfig, check_columns
+from jetrl.data.models import REMOTE
+from jetrl.errors import UserError
+from jetrl.launch import model_files, verl_schema
+from jetrl.launch.config import run_config
+from jetrl.precision.flow import Flow, load_flow
+from jetrl.precision.tensor_parallel import first_cut_block, sharded_linears, working_sizes
+from jetrl.versions import check_versions
+
+ENTRY_POINT = ("vllm.general_plugins", "jetrl", "jetrl.integrations.vllm:register")
+# Logs, TensorBoard and data of a run, besides checkpoints.
+RUN_FILES_BYTES = 200 * 2**20
+# What one parameter takes in a checkpoint: FP32 master and two Adam states.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+# jetrl keeps two; the third is the one being written.
+CHECKPOINTS_AT_ONCE = 3
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a composed jetrl job that cannot work. Raises UserError; writes nothing."""
+    check_versions()
+    check_verl_config(cfg)
+    if not cfg.trainer.use_v1:
+        raise UserError("trainer.use_v1=False is not supported: jetrl drives VeRL's V1 trainer; remove the override")
+    _check_data(cfg)
+    _check_verl_accepts(cfg)
+    _check_output(cfg)
+
+
+def check_verl_config(cfg: DictConfig) -> None:
+    """Refuse what jetrl cannot do, from VeRL's keys alone."""
+    flow = load_flow(OmegaConf.select(cfg, "actor_rollout_ref.model.override_config.jetrl_flow"))
+    _check_engines(cfg)
+    _check_unsupported(cfg)
+    _check_quantization(cfg, flow)
+    _check_plugin(cfg, flow)
+    _check_model(cfg, flow)
+
+
+def _check_engines(cfg: DictConfig) -> None:
+    for role in ("actor", "ref"):
+        key = f"actor_rollout_ref.{role}.strategy"
+        strategy = OmegaConf.select(cfg, key)
+        if strategy not in ("fsdp", "fsdp2"):
+            raise UserError(f"{key}={strategy} is not supported by jetrl; allowed: fsdp, fsdp2")
+    name = cfg.actor_rollout_ref.rollout.name
+    if name != "vllm":
+        raise UserError(f"actor_rollout_ref.rollout.name={name} is not supported by jetrl; allowed: vllm")
+    mode = OmegaConf.select(cfg, "trainer.v1.trainer_mode")
+    if mode not in (None, "sync"):
+        raise UserError(f"trainer.v1.trainer_mode={mode} is not supported by jetrl (async trainer); allowed: sync")
+    backend = OmegaConf.select(cfg, "actor_rollout_ref.rollout.checkpoint_engine.backend")
+    if backend not in (None, "naive"):
+        raise UserError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} is not supported by jetrl; allowed: naive"
+        )
+
+
+def _check_unsupported(cfg: DictConfig) -> None:
+    for key in ("model.lora_rank", "model.lora.rank"):
+        rank = OmegaConf.select(cfg, f"actor_rollout_ref.{key}")
+        if rank:
+            raise UserError(f"actor_rollout_ref.{key}={rank}: LoRA is not supported by jetrl; set it to 0")
+    for key in ("model.lora_adapter_path", "model.lora.adapter_path"):
+        path = OmegaConf.select(cfg, f"actor_rollout_ref.{key}")
+        if path:
+            raise UserError(f"actor_rollout_ref.{key}={path}: LoRA is not supported by jetrl; set it to null")
+    for key in ("actor.qat.enable", "actor.fsdp_config.qat.enable", "ref.fsdp_config.qat.enable"):
+        if OmegaConf.select(cfg, f"actor_rollout_ref.{key}"):
+            raise UserError(f"actor_rollout_ref.{key}=True: VeRL's QAT is not supported by jetrl; set it to False")
+
+
+def _check_quantization(cfg: DictConfig, flow: Flow) -> None:
+    rollout = cfg.actor_rollout_ref.rollout
+    engine = OmegaConf.select(rollout, "engine_kwargs.vllm") or {}
+    if flow.rollout.linear != "vllm_fp8" and rollout.quantization is not None:
+        raise UserError(
+            f"actor_rollout_ref.rollout.quantization={rollout.quantization} is VeRL's own quantization and contradicts "
+            f"the flow {flow.name}; remove it, or choose precision=fp8_vllm"
+        )
+    quantization = engine.get("quantization")
+    wanted = "jetrl" if flow.rollout.linear == "fp8" else None
+    if quantization != wanted:
+        raise UserError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={quantization} does not fit the flow "
+            f"{flow.name}, which needs {'it unset' if wanted is None else wanted}; set "
+            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={'null' if wanted is None else wanted}"
+        )
+    cache = engine.get("kv_cache_dtype") or "auto"
+    if flow.unified and str(cache).startswith("fp8"):
+        raise UserError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype={cache} is not supported with the unified "
+            f"flow {flow.name}: the trainer has no FP8 KV cache; allowed: auto"
+        )
+
+
+def _check_plugin(cfg: DictConfig, flow: Flow) -> None:
+    if flow.rollout.linear != "fp8":
+        return
+    group, name, _ = ENTRY_POINT
+    if name not in {entry.name for entry in metadata.entry_points(group=group)}:
+        raise UserError(
+            f"precision={flow.name} needs jetrl's vLLM plug-in, and no installed package has the entry point "
+            f"{name} in {group}; run `pip install --no-deps jetrl` (in a checkout: pip install --no-deps -e .)"
+        )
+    allowed = OmegaConf.select(cfg, "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_PLUGINS")
+    allowed = os.environ.get("VLLM_PLUGINS") if allowed is None else str(allowed)
+    if allowed is not None and name not in [part.strip() for part in allowed.split(",")]:
+        raise UserError(
+            f"VLLM_PLUGINS={allowed!r} disables jetrl's vLLM plug-in, which precision={flow.name} needs; "
+            f"unset VLLM_PLUGINS or add {name} to it"
+        )
+
+
+def _check_model(cfg: DictConfig, flow: Flow) -> None:
+    model = cfg.actor_rollout_ref.model
+    if str(model.path).startswith(REMOTE):
+        return  # VeRL copies it to the node when the job runs; nothing can be read before
+    hf_config = model_files.read_config(str(model.path))
+    architecture = ", ".join(hf_config.get("architectures") or [str(hf_config.get("model_type"))])
+    where = f"actor_rollout_ref.model.path={model.path}"
+    experts = next((k for k in model_files.EXPERT_KEYS if hf_config.get(k)), None)
+    if experts:
+        raise UserError(
+            f"{where}: {architecture} has MoE experts ({experts}={hf_config[experts]}), which jetrl does not support; "
+            "choose a dense model"
+        )
+    if any(key in hf_config for key in model_files.VISION_KEYS):
+        raise UserError(
+            f"{where}: {architecture} has a vision tower, which jetrl does not support; choose a text model"
+        )
+    if hf_config.get("quantization_config"):
+        method = hf_config["quantization_config"].get("quant_method", "unknown")
+        raise UserError(
+            f"{where} is already quantized ({method}); jetrl quantizes from BF16 weights: give the BF16 checkpoint"
+        )
+    _check_attention(model, where)
+    if flow.rollout.linear == "fp8":
+        _check_tensor_parallel(cfg, flow, hf_config)
+
+
+def _check_attention(model: DictConfig, where: str) -> None:
+    attention = model.override_config.get("attn_implementation", "flash_attention_2")
+    if attention == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise UserError(
+            f"{where} would use attention flash_attention_2, and flash-attn is not installed; install it, or set "
+            "++actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+        )
+
+
+def _check_tensor_parallel(cfg: DictConfig, flow: Flow, hf_config: dict) -> None:
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    tp = OmegaConf.select(cfg, key)
+    gpus = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes
+    if not isinstance(tp, int) or tp < 1 or gpus % tp:
+        raise UserError(
+            f"{key}={tp} does not divide the {gpus} GPUs of the job (trainer.n_gpus_per_node x trainer.nnodes)"
+        )
+    try:
+        linears = sharded_linears(hf_config)
+    except KeyError as e:
+        raise UserError(f"the model's config.json has no {e.args[0]}: jetrl knows Llama- and Qwen-like decoders") from e
+    names = model_files.fp8_names(hf_config, flow.rollout, "rollout")
+    model_files.fp8_names(hf_config, flow.train, "train")  # refuses patterns that match nothing
+    cut = first_cut_block(linears, tp, lambda name: name in names)
+    if cut is not None:
+        fitting = [n for n in working_sizes(linears, max(gpus, 8), lambda name: name in names) if gpus % n == 0]
+        raise UserError(
+            f"{key}={tp} cuts a 128x128 block of *.{cut.name}: its {cut.size} elements would be split into "
+            f"{'parts of ' + str(cut.shard(tp)) if cut.shard(tp) else 'unequal parts'}; "
+            f"sizes that work on {gpus} GPUs: {', '.join(map(str, fitting))}"
+        )
+
+
+def _check_data(cfg: DictConfig) -> None:
+    if cfg.prepare_data:
+        TaskConfig.from_dict(OmegaConf.to_container(cfg.task, resolve=True))
+        return
+    for key in ("train_files", "val_files"):
+        value = cfg.data[key]
+        for name in value if isinstance(value, ListConfig) else [value]:
+            check_columns(str(name), cfg.data.prompt_key)
+
+
+def _check_verl_accepts(cfg: DictConfig) -> None:
+    """Keys and types of every VeRL node that a dataclass describes, then VeRL's own validation.
+
+    VeRL builds most of these inside Ray workers, where a wrong key is a traceback minutes into the job.
+    """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    verl_schema.check(cfg)
+    try:
+        # It prints that all is well, and warns that there is no critic.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            validate_config(cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+    except (AssertionError, ValueError, TypeError, OmegaConfBaseException, HydraException) as e:
+        reason = e.__cause__ or e  # Hydra wraps what a dataclass's own check raised
+        raise UserError(f"VeRL refuses the configuration: {' '.join(str(reason).split())}") from e
+
+
+def _check_output(cfg: DictConfig) -> None:
+    """The run's folder can be made and written, and there is room for what the job will write."""
+    run = run_config(cfg)
+    place = run.folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"run.dir={run.dir} cannot be made: {place} is not a folder; choose another run.dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"run.dir={run.dir} is not writable ({place} refuses); choose another run.dir")
+    needed = RUN_FILES_BYTES
+    if cfg.trainer.save_freq > 0:
+        parameters = model_files.parameter_count(str(cfg.actor_rollout_ref.model.path))
+        needed += CHECKPOINTS_AT_ONCE * CHECKPOINT_BYTES_PER_PARAMETER * parameters
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"run.dir={run.dir} has {free / 2**30:.1f} GiB free and the job needs about {needed / 2**30:.1f} GiB; "
+            "free some, choose another run.dir, or set trainer.save_freq=-1 (no checkpoints)"
+        )

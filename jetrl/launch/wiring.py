@@ -1,0 +1,84 @@
+"""What jetrl's own nodes mean in VeRL's keys: the flow on both sides, the run's folders, resuming."""
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+
+from jetrl.errors import UserError
+from jetrl.launch.config import RunConfig
+from jetrl.precision.flow import Flow
+
+PLUGIN_MODULE = "jetrl.integrations.verl"
+QUANTIZATION = "jetrl"
+METRICS = "metrics.jsonl"
+
+
+def apply_flow(cfg: DictConfig, flow: Flow) -> None:
+    """Name the flow to the trainer (through the model's override_config) and to vLLM (through additional_config).
+
+    Both get the same wire form, and each side checks the other's digest at the first weight sync.
+    """
+    wire = flow.to_wire()
+    model, rollout = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout
+    with open_dict(cfg):
+        model.external_lib = _with_plugin(model.external_lib)
+        model.override_config.jetrl_flow = wire
+        engine = rollout.engine_kwargs.setdefault("vllm", {})
+        additional = engine.setdefault("additional_config", {})
+        additional["jetrl_flow"] = wire
+        if flow.rollout.linear == "fp8":
+            if engine.get("quantization", QUANTIZATION) not in (None, QUANTIZATION):
+                raise UserError(
+                    f"actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={engine.quantization} contradicts "
+                    f"precision={flow.name}, which needs {QUANTIZATION}; remove one of the two"
+                )
+            engine.quantization = QUANTIZATION
+        elif flow.rollout.linear == "vllm_fp8":
+            rollout.quantization = "fp8"
+
+
+def apply_lengths(cfg: DictConfig) -> None:
+    """max_model_len where nobody set one: VeRL's default is the model's own limit, which sizes vLLM's cache for it."""
+    if cfg.actor_rollout_ref.rollout.max_model_len is None:
+        cfg.actor_rollout_ref.rollout.max_model_len = cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
+def apply_layout(cfg: DictConfig, run: RunConfig) -> None:
+    """Put everything the run writes under run.dir."""
+    folder = run.folder
+    with open_dict(cfg):
+        cfg.trainer.default_local_dir = str(folder / "checkpoints")
+        cfg.trainer.logger = _with_file_logger(cfg.trainer.logger)
+        env = cfg.ray_kwargs.ray_init.runtime_env.setdefault("env_vars", {})
+        # VeRL reads both from the environment of the process that logs, a Ray actor.
+        env["VERL_FILE_LOGGER_PATH"] = str(run.folder / METRICS)
+        env["TENSORBOARD_DIR"] = str(folder / "tensorboard")
+        if cfg.data.train_files is None and cfg.data.val_files is None:
+            cfg.data.train_files = str(folder / "data" / "train.parquet")
+            cfg.data.val_files = str(folder / "data" / "val.parquet")
+            cfg.prepare_data = True
+        elif cfg.data.train_files is None or cfg.data.val_files is None:
+            missing = "data.train_files" if cfg.data.train_files is None else "data.val_files"
+            raise UserError(f"{missing} is not set; give both data.train_files and data.val_files, or neither")
+        else:
+            cfg.prepare_data = False
+
+
+def apply_resume(cfg: DictConfig, choice: str) -> None:
+    """choice: `auto`, `disable` or the path of a global_step_N folder."""
+    by_path = choice not in ("auto", "disable")
+    cfg.trainer.resume_mode = "resume_path" if by_path else choice
+    cfg.trainer.resume_from_path = choice if by_path else None
+
+
+def _with_plugin(value: object) -> object:
+    """external_lib with jetrl's plug-in in it: the user's own modules stay."""
+    if value is None:
+        return PLUGIN_MODULE
+    modules = list(OmegaConf.to_container(value)) if isinstance(value, ListConfig) else [value]
+    if PLUGIN_MODULE not in modules:
+        modules.append(PLUGIN_MODULE)
+    return modules if len(modules) > 1 else modules[0]
+
+
+def _with_file_logger(value: object) -> list[str]:
+    backends = [value] if isinstance(value, str) else list(value or [])
+    return backends if "file" in backends else [*backends, "file"]

@@ -1,0 +1,63 @@
+"""The child process of one job: `python -m jetrl.launch.worker_entry <config.yaml>`.
+
+A process of its own because VeRL never shuts Ray down, and because everything Ray, vLLM and VeRL print belongs in the
+run's log. How it failed is left for the parent in `failure.json`.
+"""
+
+import ctypes
+import json
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from omegaconf import OmegaConf
+
+FAILURE = "failure.json"
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    config_file = Path(argv[0])
+    _die_with_parent()
+    sys.excepthook = _Report(config_file.parent / FAILURE)
+    cfg = OmegaConf.load(config_file)
+
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    auto_set_device(cfg)
+    validate_config(cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+    run_ppo(cfg, task_runner_class=TaskRunnerV1)
+
+
+class _Report:
+    """An excepthook: the root cause as JSON for the parent, then Python's own traceback into the log."""
+
+    def __init__(self, file: Path):
+        self._file = file
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        cause = root_cause(error)
+        record = {"type": type(cause).__name__, "message": str(cause)}
+        self._file.write_text(json.dumps(record))
+        sys.__excepthook__(kind, error, trace)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What was raised inside a Ray task, below the wrappers that Ray puts around it."""
+    while isinstance(getattr(error, "cause", None), BaseException):
+        error = error.cause
+    return error
+
+
+def _die_with_parent() -> None:
+    """A jetrl.train that is killed takes its job along: Ray's own processes follow this one in the same way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
