@@ -10,7 +10,7 @@ import triton.language as tl
 
 from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
-from jetrl_kernels.rounding_triton import INTERPRETED, encode, magnitude_bits, scale_of
+from jetrl_kernels.rounding_triton import INTERPRETED, encode, encode4, magnitude_bits, max_bits4, scale_of
 from jetrl_kernels.scale import check_scale_format
 
 # Rows of one program of the row-wise quantizer, and warps per kernel: the fastest of a sweep on an H200
@@ -23,15 +23,14 @@ BOTH_WARPS = 8
 
 
 @triton.jit
-def _load(x, row, col, m, k, stride_m, stride_k):
+def load_float32(x, row, col, m, k, stride_m, stride_k):
+    """x[row, col] as float32, 0 outside (m, k)."""
     inside = (row < m)[:, None] & (col < k)[None, :]
     return tl.load(x + row[:, None] * stride_m + col[None, :] * stride_k, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_rows(
-    value, codes, scale, row, col, tile, m, kp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
     """Quantize (ROWS, 128) along columns and write it where it came from."""
     s = scale_of(tl.max(magnitude_bits(value), axis=1), POW2)
     code = encode(value, s[:, None], INTERPRETED)
@@ -41,12 +40,13 @@ def _store_rows(
 
 @triton.jit
 def _store_columns(
-    value, codes, scale, row, col, tile, k, mp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
+    x0, x1, x2, x3, words, scale, col, tile, k, mp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Quantize (128, COLUMNS) along rows and write it transposed."""
-    s = scale_of(tl.max(magnitude_bits(value), axis=0), POW2)
-    code = tl.trans(encode(value, s[None, :], INTERPRETED))
-    tl.store(codes + col[:, None] * mp + row[None, :], code, mask=(col < k)[:, None])
+    """Quantize 128 rows along rows and write them transposed; x_i (32, COLUMNS) holds the rows 4r + i."""
+    s = scale_of(tl.max(max_bits4(x0, x1, x2, x3), axis=0), POW2)
+    word = tl.trans(encode4(x0, x1, x2, x3, s[None, :], INTERPRETED))
+    at = tile * 32 + tl.arange(0, 32)
+    tl.store(words + col[:, None] * (mp // 4) + at[None, :], word, mask=(col < k)[:, None])
     tl.store(scale + tile * stride_scale + col, s, mask=col < k)
 
 
@@ -59,58 +59,81 @@ def _tiles_kernel(
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tile * 128 + tl.arange(0, 128)
-    value = _load(x, row, col, m, k, stride_m, stride_k)
-    _store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
+    value = load_float32(x, row, col, m, k, stride_m, stride_k)
+    store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
 
 
 @triton.jit
 def _transposed_kernel(
-    x, codes, scale, m, k, mp, stride_m, stride_k, stride_scale,
+    x, words, scale, m, k, mp, stride_m, stride_k, stride_scale,
     COLUMNS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(k, COLUMNS)
     tile = (tl.program_id(0) // pieces).to(tl.int64)
-    row = tile * 128 + tl.arange(0, 128)
+    row = tile * 128 + 4 * tl.arange(0, 32)
     col = (tl.program_id(0) % pieces).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    value = _load(x, row, col, m, k, stride_m, stride_k)
-    _store_columns(value, codes, scale, row, col, tile, k, mp, stride_scale, POW2, INTERPRETED)
+    x0 = load_float32(x, row, col, m, k, stride_m, stride_k)
+    x1 = load_float32(x, row + 1, col, m, k, stride_m, stride_k)
+    x2 = load_float32(x, row + 2, col, m, k, stride_m, stride_k)
+    x3 = load_float32(x, row + 3, col, m, k, stride_m, stride_k)
+    _store_columns(x0, x1, x2, x3, words, scale, col, tile, k, mp, stride_scale, POW2, INTERPRETED)
 
 
 @triton.jit
 def _both_kernel(
-    x, codes, scale, codes_t, scale_t, m, k, kp, mp, stride_m, stride_k, stride_scale, stride_scale_t,
+    x, codes, scale, words_t, scale_t, m, k, kp, mp, stride_m, stride_k, stride_scale, stride_scale_t,
     POW2: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     tiles = kp // 128
     tile_k = (tl.program_id(0) % tiles).to(tl.int64)
     tile_m = (tl.program_id(0) // tiles).to(tl.int64)
-    row = tile_m * 128 + tl.arange(0, 128)
+    row = tile_m * 128 + 4 * tl.arange(0, 32)
     col = tile_k * 128 + tl.arange(0, 128)
-    value = _load(x, row, col, m, k, stride_m, stride_k)
-    _store_rows(value, codes, scale, row, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
-    _store_columns(value, codes_t, scale_t, row, col, tile_m, k, mp, stride_scale_t, POW2, INTERPRETED)
+    x0 = load_float32(x, row, col, m, k, stride_m, stride_k)
+    x1 = load_float32(x, row + 1, col, m, k, stride_m, stride_k)
+    x2 = load_float32(x, row + 2, col, m, k, stride_m, stride_k)
+    x3 = load_float32(x, row + 3, col, m, k, stride_m, stride_k)
+    store_rows(x0, codes, scale, row, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
+    store_rows(x1, codes, scale, row + 1, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
+    store_rows(x2, codes, scale, row + 2, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
+    store_rows(x3, codes, scale, row + 3, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
+    _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile_m, k, mp, stride_scale_t, POW2, INTERPRETED)
+
+
+@triton.jit
+def _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
+    inside = (row < m)[:, None] & (col < k)[None, :]
+    code = tl.load(codes + row[:, None] * kp + col[None, :], mask=inside, other=0)
+    s = tl.load(scale + row * stride_sm, mask=row < m, other=1.0)
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s[:, None]
 
 
 @triton.jit
 def _requantize_kernel(
-    codes, scale, codes_t, scale_t, m, k, kp, mp, stride_sm, stride_sk, stride_scale_t,
+    codes, scale, words_t, scale_t, m, k, kp, mp, stride_sm, stride_sk, stride_scale_t,
     COLUMNS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(k, COLUMNS)
     tile = (tl.program_id(0) // pieces).to(tl.int64)
     first = (tl.program_id(0) % pieces).to(tl.int64) * COLUMNS
-    row = tile * 128 + tl.arange(0, 128)
+    row = tile * 128 + 4 * tl.arange(0, 32)
     col = first + tl.arange(0, COLUMNS)
-    inside = (row < m)[:, None] & (col < k)[None, :]
-    code = tl.load(codes + row[:, None] * kp + col[None, :], mask=inside, other=0)
-    s = tl.load(scale + row * stride_sm + (first // 128) * stride_sk, mask=row < m, other=1.0)
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s[:, None]
-    _store_columns(value, codes_t, scale_t, row, col, tile, k, mp, stride_scale_t, POW2, INTERPRETED)
+    scale += (first // 128) * stride_sk
+    x0 = _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
+    x1 = _load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
+    x2 = _load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
+    x3 = _load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
+    _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile, k, mp, stride_scale_t, POW2, INTERPRETED)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
     """Kernels move codes as bytes; the interpreter has no float8 loads."""
     return codes.view(torch.uint8)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Four codes at a time: the rows of a code matrix are multiples of 128 bytes."""
+    return codes.view(torch.int32)
 
 
 def quantize_tiles(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +158,7 @@ def quantize_tiles_transposed(x: torch.Tensor, scale_format: str) -> tuple[torch
     codes, scale = new_codes(k, mp, x.device), new_column_major_scale(k, mp // TILE, x.device)
     if codes.numel():
         _transposed_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
-            x, _bytes(codes), scale, m, k, mp, *x.stride(), scale.stride(1),
+            x, _words(codes), scale, m, k, mp, *x.stride(), scale.stride(1),
             COLUMNS=COLUMNS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
         )  # fmt: skip
     return codes, scale
@@ -152,7 +175,7 @@ def quantize_tiles_both(
     codes_t, scale_t = new_codes(k, mp, x.device), new_column_major_scale(k, mp // TILE, x.device)
     if x.numel():
         _both_kernel[((mp // TILE) * (kp // TILE),)](
-            x, _bytes(codes), scale, _bytes(codes_t), scale_t, m, k, kp, mp, *x.stride(),
+            x, _bytes(codes), scale, _words(codes_t), scale_t, m, k, kp, mp, *x.stride(),
             scale.stride(1), scale_t.stride(1),
             POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=BOTH_WARPS,
         )  # fmt: skip
@@ -170,7 +193,7 @@ def requantize_tiles_transposed(
     codes_t, scale_t = new_codes(k, mp, codes.device), new_column_major_scale(k, mp // TILE, codes.device)
     if codes_t.numel():
         _requantize_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
-            _bytes(codes), scale, _bytes(codes_t), scale_t, m, k, kp, mp, *scale.stride(), scale_t.stride(1),
+            _bytes(codes), scale, _words(codes_t), scale_t, m, k, kp, mp, *scale.stride(), scale_t.stride(1),
             COLUMNS=COLUMNS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
         )  # fmt: skip
     return codes_t, scale_t

@@ -6,7 +6,8 @@ import triton.language as tl
 
 from jetrl_kernels.constants import TILE, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes
-from jetrl_kernels.rounding_triton import INTERPRETED, encode, magnitude_bits, scale_of
+from jetrl_kernels.quantize_triton import load_float32
+from jetrl_kernels.rounding_triton import INTERPRETED, encode, encode4, max_bits4, scale_of
 from jetrl_kernels.scale import check_scale_format
 
 WARPS = 8
@@ -24,36 +25,63 @@ def _round_to_bf16(w, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _load_rounded(w, row, col, n, k, stride_n, stride_k, INTERPRETED: tl.constexpr):
+    return _round_to_bf16(load_float32(w, row, col, n, k, stride_n, stride_k), INTERPRETED)
+
+
+@triton.jit
 def _blocks_kernel(
-    w, codes, scale, codes_t, scale_t, n, k, np_, kp, stride_n, stride_k,
+    w, codes, scale, words_t, scale_t, n, k, np_, kp, stride_n, stride_k,
     BOTH: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     blocks_k = kp // 128
     block_k = (tl.program_id(0) % blocks_k).to(tl.int64)
     block_n = (tl.program_id(0) // blocks_k).to(tl.int64)
-    row = block_n * 128 + tl.arange(0, 128)
+    row = block_n * 128 + 4 * tl.arange(0, 32)
     col = block_k * 128 + tl.arange(0, 128)
-    inside = (row < n)[:, None] & (col < k)[None, :]
-    value = tl.load(w + row[:, None] * stride_n + col[None, :] * stride_k, mask=inside, other=0.0).to(tl.float32)
-    value = _round_to_bf16(value, INTERPRETED)
-    s = scale_of(tl.max(tl.max(magnitude_bits(value), axis=1), axis=0), POW2)
-    code = encode(value, s, INTERPRETED)
-    tl.store(codes + row[:, None] * kp + col[None, :], code)
+    w0 = _load_rounded(w, row, col, n, k, stride_n, stride_k, INTERPRETED)
+    w1 = _load_rounded(w, row + 1, col, n, k, stride_n, stride_k, INTERPRETED)
+    w2 = _load_rounded(w, row + 2, col, n, k, stride_n, stride_k, INTERPRETED)
+    w3 = _load_rounded(w, row + 3, col, n, k, stride_n, stride_k, INTERPRETED)
+    s = scale_of(tl.max(tl.max(max_bits4(w0, w1, w2, w3), axis=1), axis=0), POW2)
+    at = codes + row[:, None] * kp + col[None, :]
+    tl.store(at, encode(w0, s, INTERPRETED))
+    tl.store(at + kp, encode(w1, s, INTERPRETED))
+    tl.store(at + 2 * kp, encode(w2, s, INTERPRETED))
+    tl.store(at + 3 * kp, encode(w3, s, INTERPRETED))
     tl.store(scale + block_n * blocks_k + block_k, s)
     if BOTH:
-        tl.store(codes_t + col[:, None] * np_ + row[None, :], tl.trans(code))
+        word = tl.trans(encode4(w0, w1, w2, w3, s, INTERPRETED))
+        group = block_n * 32 + tl.arange(0, 32)
+        tl.store(words_t + col[:, None] * (np_ // 4) + group[None, :], word)
         tl.store(scale_t + block_k * (np_ // 128) + block_n, s)
 
 
 @triton.jit
-def _transpose_kernel(codes, codes_t, scale, scale_t, np_, kp):
+def _gather_bytes(p0, p1, p2, p3, SHIFT: tl.constexpr):
+    """Byte SHIFT / 8 of four words, as one word."""
+    b0, b1 = (p0 >> SHIFT) & 0xFF, (p1 >> SHIFT) & 0xFF
+    b2, b3 = (p2 >> SHIFT) & 0xFF, (p3 >> SHIFT) & 0xFF
+    return b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+
+
+@triton.jit
+def _transpose_kernel(words, words_t, scale, scale_t, np_, kp):
+    """Four columns are one word on the way in, four rows one word on the way out."""
     blocks_k = kp // 128
     block_k = (tl.program_id(0) % blocks_k).to(tl.int64)
     block_n = (tl.program_id(0) // blocks_k).to(tl.int64)
-    row = block_n * 128 + tl.arange(0, 128)
-    col = block_k * 128 + tl.arange(0, 128)
-    code = tl.load(codes + row[:, None] * kp + col[None, :])
-    tl.store(codes_t + col[:, None] * np_ + row[None, :], tl.trans(code))
+    row = block_n * 128 + 4 * tl.arange(0, 32)
+    col = block_k * 32 + tl.arange(0, 32)
+    at = words + row[:, None] * (kp // 4) + col[None, :]
+    p0, p1 = tl.load(at), tl.load(at + kp // 4)
+    p2, p3 = tl.load(at + 2 * (kp // 4)), tl.load(at + 3 * (kp // 4))
+    group = block_n * 32 + tl.arange(0, 32)
+    out = words_t + (4 * col)[:, None] * (np_ // 4) + group[None, :]
+    tl.store(out, tl.trans(_gather_bytes(p0, p1, p2, p3, 0)))
+    tl.store(out + np_ // 4, tl.trans(_gather_bytes(p0, p1, p2, p3, 8)))
+    tl.store(out + 2 * (np_ // 4), tl.trans(_gather_bytes(p0, p1, p2, p3, 16)))
+    tl.store(out + 3 * (np_ // 4), tl.trans(_gather_bytes(p0, p1, p2, p3, 24)))
     tl.store(scale_t + block_k * (np_ // 128) + block_n, tl.load(scale + block_n * blocks_k + block_k))
 
 
@@ -67,7 +95,7 @@ def _quantize(weight: torch.Tensor, scale_format: str, both: bool) -> tuple[torc
     scale_t = torch.empty(kp // TILE, np_ // TILE, dtype=torch.float32, device=weight.device) if both else scale
     if codes.numel():
         _blocks_kernel[(scale.numel(),)](
-            weight, codes.view(torch.uint8), scale, codes_t.view(torch.uint8), scale_t, n, k, np_, kp, *weight.stride(),
+            weight, codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, n, k, np_, kp, *weight.stride(),
             BOTH=both, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
     return codes, scale, codes_t, scale_t
@@ -92,6 +120,6 @@ def transpose_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Te
     scale_t = torch.empty(kp // TILE, np_ // TILE, dtype=torch.float32, device=codes.device)
     if codes.numel():
         _transpose_kernel[(scale.numel(),)](
-            codes.contiguous().view(torch.uint8), codes_t.view(torch.uint8), scale, scale_t, np_, kp, num_warps=WARPS
+            codes.contiguous().view(torch.int32), codes_t.view(torch.int32), scale, scale_t, np_, kp, num_warps=WARPS
         )
     return codes_t, scale_t

@@ -1,0 +1,48 @@
+"""The compiled quotient (reciprocal, one correction) gives the IEEE quotient wherever that could change an E4M3 code.
+
+Corrected once, the quotient is RN(x / scale + d) with |d| below about 2**-22 ulp. A code can then differ from that of
+RN(x / scale) only if x / scale lies that close to m +- half an ulp, m an E4M3 rounding boundary. Boundaries have 5
+significant bits; scaled to significands there are 16. For each boundary, each side and each 24-bit significand of x the
+critical scales are the integers next to the exact solution, and only those within 2**-14 (in units of the scale's last
+place; far wider than needed) matter. All of them are tried.
+"""
+
+import numpy as np
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float32 fma: exact product in float64, sum rounded to odd there, which makes the last rounding the only one."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + c
+    shadow = total - product
+    error = (product - (total - shadow)) + (c - shadow)
+    bits = total.view(np.int64)
+    toward_odd = np.where((error > 0) == (total > 0), 1, -1)
+    return (bits + np.where((error != 0) & (bits & 1 == 0), toward_odd, 0)).view(np.float64).astype(np.float32)
+
+
+def _critical_pairs():
+    x = np.arange(1 << 23, 1 << 24, dtype=np.int64)
+    for significand in range(16, 32):
+        for side in (-1, 1):
+            # The boundary m (1 <= m < 2) plus or minus half an ulp, times 2**shift; below 1 an ulp is half as large.
+            shift = 25 if significand == 16 and side < 0 else 24
+            boundary = (significand << (shift - 4)) + side
+            numerator = x << shift
+            numerator = np.where(numerator // boundary < 1 << 23, 2 * numerator, numerator)
+            below = numerator // boundary
+            remainder = numerator - below * boundary
+            for scale, distance in ((below, remainder), (below + 1, boundary - remainder)):
+                near = (distance < boundary >> 14) & (scale >= 1 << 23) & (scale < 1 << 24)
+                yield x[near].astype(np.float32), scale[near].astype(np.float32)
+
+
+def test_one_correction_is_enough_on_every_critical_pair():
+    tried = 0
+    for x, scale in _critical_pairs():
+        reciprocal = np.float32(1) / scale
+        q = x * reciprocal
+        q = _fma(_fma(q, scale, -x), -reciprocal, q)
+        assert np.array_equal(q, x / scale)
+        tried += len(x)
+    assert tried > 10_000
