@@ -13,7 +13,7 @@ from jetrl.precision.flow import PrecisionAssignment
 from jetrl.precision.formats import BF16, LinearFormat, TensorFormat, format_of_dtype, fp8_block, fp8_tile
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.hf_parts import HuggingFaceParts
-from jetrl.precision.layout import Decoder, Experts, Linear
+from jetrl.precision.layout import Decoder, Linear
 from jetrl.precision.patterns import kept_unquantized
 from jetrl.precision.wiring import ForwardWiring
 
@@ -40,10 +40,14 @@ def build_training_graph(
 
 
 def build_inference_graph(
-    model: nn.Module, assignment: PrecisionAssignment | None, *, carrier: TensorFormat = BF16
+    model: nn.Module,
+    assignment: PrecisionAssignment | None,
+    *,
+    carrier: TensorFormat = BF16,
+    kv: TensorFormat | None = None,
 ) -> PrecisionGraph:
-    """The forward graph that a rollout of `model` under `assignment` declares."""
-    return ForwardWiring(_decoder(model, assignment, carrier, None, "rollout")).graph()
+    """The forward graph that a rollout of `model` under `assignment` declares. kv: of the KV cache, default carrier."""
+    return ForwardWiring(_decoder(model, assignment, carrier, None, "rollout", kv)).graph()
 
 
 def declare_from_config(
@@ -80,6 +84,7 @@ def _decoder(
     carrier: TensorFormat,
     master: TensorFormat | None,
     side: str,
+    kv: TensorFormat | None = None,
 ) -> Decoder:
     reasons: dict[str, str] = {}
     if assignment is not None:
@@ -110,7 +115,7 @@ def _decoder(
     }
     if assignment is not None:
         meta["assignment"] = assignment_to_dict(assignment)
-    decoder = HuggingFaceParts(model, make_linear, carrier, kv=carrier).decoder(master, meta)
+    decoder = HuggingFaceParts(model, make_linear, carrier, kv=kv or carrier).decoder(master, meta)
     meta["unclassified"] = list(decoder.unclassified)
     return decoder
 

@@ -84,7 +84,7 @@ class PrecisionGraph:
     def linear_names(self) -> list[str]:
         """Canonical names of every linear layer, FP8 or not, in model order (lm_head last)."""
         names = [o.name for o in self.operators if o.kind in ("linear", "lm_head")]
-        return sorted(names, key=_model_order)
+        return sorted(names, key=model_order)
 
     def linear_format(self, name: str) -> LinearFormat | None:
         """Formats of the three GEMMs of linear `name`, or None when the graph has no such linear.
@@ -151,8 +151,8 @@ class PrecisionGraph:
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _model_order(name: str) -> tuple:
-    """Sort key: layers by number, names without one last."""
+def model_order(name: str) -> tuple:
+    """Sort key of canonical names: layers by number, names outside the layers last."""
     parts = name.split(".")
     number = next((int(p) for p in parts if p.isdigit()), None)
     return (number is None, number or 0, name)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from jetrl.precision.graph import Edge, PrecisionGraph
+from jetrl.precision.graph import Edge, PrecisionGraph, model_order
 from jetrl.precision.layout_rules import layout_violations
 from jetrl.precision.patterns import layer_index
 from jetrl.precision.violation import Violation
@@ -14,13 +14,13 @@ def check(infer: PrecisionGraph, train: PrecisionGraph) -> list[Violation]:
 
     infer: a rollout's graph (forward). train: a training graph, or its forward part. An empty list proves
     G_infer is a subgraph of G_train-forward: same operators, same operands, same producers, same formats, and weight
-    blocks that coincide. Violations come in edge order.
+    blocks that coincide. Violations come in model order.
     """
     infer, train = infer.forward(), train.forward()
     found = [v for edge in infer.edges if (v := _check_edge(edge, infer, train)) is not None]
     found += _missing_operands(infer, train)
     found += _differing_operators(infer, train)
-    found.sort(key=lambda v: (v.operator, v.tensor))
+    found.sort(key=lambda v: (model_order(v.operator), v.tensor))
     return found + layout_violations(infer) + layout_violations(train)
 
 
@@ -134,10 +134,15 @@ def _selection_key(name: str, infer: PrecisionGraph, train: PrecisionGraph, roll
     sides = {"rollout": infer.meta.get("assignment"), "train": train.meta.get("assignment")}
     kept_by, other = ("train", "rollout") if rollout_is_fp8 else ("rollout", "train")
     reason = (train if rollout_is_fp8 else infer).meta.get("kept_unquantized", {}).get(name, "")
-    found = re.match(r"(flow\.\w+\.(\w+))=", reason)
-    if found is None or found[2] == "linear" or None in sides.values():
-        return "flow.train.linear" if rollout_is_fp8 else "flow.rollout.linear", "set it to fp8, as the other side is"
-    value = sides[kept_by][found[2]]
+    found = re.match(r"flow\.\w+\.(\w+)=", reason)
+    if not (train if rollout_is_fp8 else infer).fp8_linear_names():
+        return f"flow.{kept_by}.linear", "set it to fp8, as the other side is"
+    if found is None or None in sides.values():
+        return (
+            f"flow.{kept_by}.exclude",
+            f"leave this layer out on both sides, or on neither ({kept_by} keeps it unquantized)",
+        )
+    value = sides[kept_by][found[1]]
     index = layer_index(name)
     where = f" (layer {index})" if index is not None else ""
-    return f"flow.{other}.{found[2]}", f"set it to {value}, as flow.{kept_by} has it{where}"
+    return f"flow.{other}.{found[1]}", f"set it to {value}, as flow.{kept_by} has it{where}"

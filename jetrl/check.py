@@ -1,0 +1,162 @@
+"""`python -m jetrl.check`: what a job's precision flow is, whether it is what it claims, and what it saves."""
+
+import argparse
+import json
+import sys
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+
+from jetrl.errors import UserError
+
+USAGE = """\
+python -m jetrl.check [options] [group=name ...] [key=value ...]
+       python -m jetrl.check [options] verl [overrides of an existing VeRL job ...]
+
+Checks that the rollout's precision graph is a subgraph of training's forward graph, before anything runs.
+Exit code: 0 when the flow is what it claims, 1 when a unified flow is violated, 2 on bad input.
+"""
+SHOWN_VIOLATIONS = 8
+SHOWN_NAMES = 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except UserError as e:
+        print(f"jetrl: {e}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: list[str]) -> int:
+    options, words = _parse(argv)
+    if options.backends:
+        print("\n".join(backend_lines()))
+        return 0
+    from jetrl.precision.check_job import check_job
+    from jetrl.precision.job import read_job
+
+    verl = bool(words) and words[0] == "verl"
+    result = check_job(read_job(compose_verl(words[1:]) if verl else compose_jetrl(words)))
+    title = f"{result.job.model_path}: {result.job.flow}"
+    if options.svg or options.html:
+        from jetrl.precision.render_svg import draw_layer
+
+        picture = draw_layer(result.infer, result.train, result.violations, title)
+        if options.svg:
+            _write(options.svg, picture)
+        if options.html:
+            _write(options.html, html_page(title, picture, report_lines(result)))
+    print(json.dumps(result.to_dict(), indent=2) if options.json else "\n".join(report_lines(result)))
+    return result.exit_code
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m jetrl.check", usage=USAGE, add_help=True, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--svg", metavar="FILE", help="draw one decoder layer, both graphs overlaid")
+    parser.add_argument("--html", metavar="FILE", help="the same with the table, as one page")
+    parser.add_argument("--backends", action="store_true", help="list GEMM and quantizer backends and end")
+    options, rest = parser.parse_known_args(argv)
+    unknown = next((word for word in rest if word.startswith("-")), None)
+    if unknown is not None:
+        raise UserError(
+            f"{unknown} is unknown; allowed: --json, --svg FILE, --html FILE, --backends and key=value overrides"
+        )
+    return options, rest
+
+
+def compose_jetrl(words: list[str]):
+    """The configuration that jetrl.train would run with these words."""
+    from jetrl.launch.args import parse
+    from jetrl.launch.compose import compose_job
+
+    return compose_job(parse(words))
+
+
+def compose_verl(overrides: list[str]):
+    """The configuration of `python -m verl.trainer.main_ppo` with these overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from jetrl.launch.compose import verl_config_folder
+    from jetrl.launch.errors_map import explain
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(verl_config_folder()), version_base="1.3"):
+            return compose("ppo_trainer", overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as e:
+        raise explain(e, overrides=tuple(overrides)) from e
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def report_lines(result) -> list[str]:
+    """The check's answer for people."""
+    from jetrl.precision.check_job import excluded
+    from jetrl.precision.render_table import estimate_lines, table
+
+    job = result.job
+    lines = [
+        f"flow {job.flow}; model {job.model_path} ({result.config_source}); "
+        f"tensor-parallel {job.tensor_parallel}; master weights {job.master}",
+        *(f"note: {note}" for note in job.notes),
+        "",
+        table(result.rows),
+        "",
+        *_excluded_lines(excluded(result.train, result.infer)),
+        f"verdict: {result.verdict}",
+        *(f"  {violation}" for violation in result.violations[:SHOWN_VIOLATIONS]),
+    ]
+    if len(result.violations) > SHOWN_VIOLATIONS:
+        lines.append(f"  and {len(result.violations) - SHOWN_VIOLATIONS} more (--json lists all)")
+    lines += [f"  unclassified: {name}" for name in result.unclassified[:SHOWN_VIOLATIONS]]
+    return [*lines, "", *estimate_lines(result.estimate)]
+
+
+def _excluded_lines(kept: dict[str, dict[str, list[str]]]) -> list[str]:
+    """What exclusions, first and last layers matched; a side that is BF16 altogether needs no list."""
+    lines = []
+    for side, reasons in kept.items():
+        for reason, names in reasons.items():
+            if reason.startswith("flow.") and not reason.endswith(".linear=bf16"):
+                shown = ", ".join(names[:SHOWN_NAMES]) + (
+                    f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+                )
+                lines.append(f"{side}: {reason} keeps {len(names)} linear layers unquantized: {shown}")
+    return lines
+
+
+def html_page(title: str, picture: str, lines: list[str]) -> str:
+    """One self-contained page: the picture and the report."""
+    text = escape("\n".join(lines))
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title>"
+        "<body style='margin:2em;font-family:sans-serif'>"
+        f"{picture}<pre style='overflow:auto'>{text}</pre></body></html>\n"
+    )
+
+
+def _write(file: str, text: str) -> None:
+    path = Path(file).expanduser()
+    try:
+        path.write_text(text)
+    except OSError as e:
+        raise UserError(f"{file} cannot be written ({e.strerror}); give another file") from e
+
+
+def backend_lines() -> list[str]:
+    """GEMM and quantizer backends of jetrl_kernels, a line each."""
+    if find_spec("jetrl_kernels.backends") is None:
+        return ["torch reference (the only backend of this jetrl_kernels)"]
+    from jetrl_kernels import backends
+
+    return [str(line) for line in backends.describe()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Bundled model configs (sizes only, no weights), so that `jetrl.check` answers without a network."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from jetrl.errors import UserError
+
+
+def bundled() -> dict[str, dict]:
+    """Every bundled entry by file name: {"names": hub ids it stands for, "config": keys of config.json}."""
+    folder = resources.files(__package__)
+    return {
+        entry.name.removesuffix(".json"): json.loads(entry.read_text())
+        for entry in sorted(folder.iterdir(), key=lambda e: e.name)
+        if entry.name.endswith(".json")
+    }
+
+
+def load_config(path: str) -> tuple[object, str]:
+    """(Hugging Face config, where it came from) of `actor_rollout_ref.model.path`.
+
+    A model folder first, then the bundled copies by hub id, then the hub. Raises UserError.
+    """
+    from transformers import AutoConfig
+
+    from jetrl.launch.model_files import read_config
+
+    if not Path(path).expanduser().is_dir():
+        for name, entry in bundled().items():
+            if path.lower() in (known.lower() for known in entry["names"]):
+                return _config(
+                    path, entry["config"], AutoConfig
+                ), f"bundled copy jetrl/precision/architectures/{name}.json"
+    source = "config.json of the model folder" if Path(path).expanduser().is_dir() else "config.json from the hub"
+    return _config(path, read_config(path), AutoConfig), source
+
+
+def _config(path: str, data: dict, auto_config) -> object:
+    data = dict(data)
+    model_type = data.pop("model_type", None)
+    try:
+        return auto_config.for_model(model_type, **data)
+    except (ValueError, TypeError) as e:
+        raise UserError(f"actor_rollout_ref.model.path={path}: config.json is of no known model type ({e})") from e
