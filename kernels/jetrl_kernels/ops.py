@@ -18,6 +18,13 @@ Ops
   quantize_blocks(weight, scale_format)                  -> codes (Np, Kp), scale (Np/128, Kp/128)
   quantize_blocks_both(weight, scale_format)             -> the four of quantize_blocks and transpose_blocks
   transpose_blocks(codes, scale)                         -> codes (Kp, Np), scale (Kp/128, Np/128)
+  rms_norm(x, residual?, weight, eps)                    -> y (M, K), hidden, rstd (M) float32
+  rms_norm_quantize(x, residual?, weight, eps, format)   -> codes (M, Kp), scale (M, Kp/128), hidden, rstd
+      hidden = x + residual in x's dtype; an empty tensor without residual (hidden is then x itself)
+  rms_norm_backward(grad, grad_hidden?, hidden, weight, rstd) -> dh (M, K) (of x and of residual), dweight (K) float32
+  silu_mul(gate, up)                                     -> silu(gate) * up (M, K); rows contiguous, any row stride
+  silu_mul_quantize(gate, up, scale_format)              -> codes, scale
+  silu_mul_quantize_backward(grad, gate, up, format)     -> dgate, dup, dgate codes, scale, dup codes, scale
   gemm_nt(a, a_scale, b, b_scale, out_dtype)             -> (M, N): a (M, K) tiles; b (N, K) blocks or tiles
   gemm_nt_accumulate(a, a_scale, b, b_scale, out)        -> None: out (M, N) float32 += a b^T, both in tiles
 `x` is (M, K) bfloat16 or float32; M, K and N need not be multiples of 128; M = 0 is allowed.
@@ -27,7 +34,7 @@ from collections.abc import Callable
 
 import torch
 
-from jetrl_kernels import gemm_reference, quantize_reference
+from jetrl_kernels import gemm_reference, norm_reference, quantize_reference
 from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
 from jetrl_kernels.scale import check_scale_format
 
@@ -210,6 +217,88 @@ _define(
     _transpose_blocks,
     "weight_triton",
     _fake_transpose_blocks,
+)
+
+
+# Norm and activation ------------------------------------------------------------------------------------------------
+
+
+def _rms_norm(x, residual, weight, eps):
+    y, hidden, rstd = norm_reference.rms_norm(x, residual, weight, eps)
+    return y, x.new_empty(0) if residual is None else hidden, rstd
+
+
+def _rms_norm_quantize(x, residual, weight, eps, scale_format):
+    y, hidden, rstd = _rms_norm(x, residual, weight, eps)
+    return (*quantize_reference.quantize_tiles(y, scale_format), hidden, rstd)
+
+
+def _fake_rms_norm(x, residual, weight, eps):
+    check_matrix("x", x)
+    hidden = x.new_empty(0) if residual is None else x.new_empty(x.shape)
+    return x.new_empty(x.shape), hidden, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _fake_rms_norm_quantize(x, residual, weight, eps, scale_format):
+    return (*_fake_quantize_tiles(x, scale_format), *_fake_rms_norm(x, residual, weight, eps)[1:])
+
+
+def _fake_rms_norm_backward(grad, grad_hidden, hidden, weight, rstd):
+    return grad.new_empty(grad.shape), grad.new_empty(grad.shape[1], dtype=torch.float32)
+
+
+def _silu_mul_quantize(gate, up, scale_format):
+    return quantize_reference.quantize_tiles(norm_reference.silu_mul(gate, up), scale_format)
+
+
+def _silu_mul_quantize_backward(grad, gate, up, scale_format):
+    dgate, dup = norm_reference.silu_mul_backward(grad, gate, up)
+    quantize = quantize_reference.quantize_tiles
+    return dgate, dup, *quantize(dgate, scale_format), *quantize(dup, scale_format)
+
+
+def _fake_silu_mul_quantize_backward(grad, gate, up, scale_format):
+    tiles = (*_fake_quantize_tiles(gate, scale_format), *_fake_quantize_tiles(gate, scale_format))
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), *tiles
+
+
+_define(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    _rms_norm,
+    "norm_triton",
+    _fake_rms_norm,
+)
+_define(
+    "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps, str scale_format)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _rms_norm_quantize,
+    "norm_triton",
+    _fake_rms_norm_quantize,
+)
+_define(
+    "rms_norm_backward(Tensor grad, Tensor? grad_hidden, Tensor hidden, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    norm_reference.rms_norm_backward,
+    "norm_triton",
+    _fake_rms_norm_backward,
+)
+_define(
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    norm_reference.silu_mul,
+    "silu_triton",
+    lambda gate, up: gate.new_empty(gate.shape),
+)
+_define(
+    "silu_mul_quantize(Tensor gate, Tensor up, str scale_format) -> (Tensor, Tensor)",
+    _silu_mul_quantize,
+    "silu_triton",
+    lambda gate, up, scale_format: _fake_quantize_tiles(gate, scale_format),
+)
+_define(
+    "silu_mul_quantize_backward(Tensor grad, Tensor gate, Tensor up, str scale_format)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _silu_mul_quantize_backward,
+    "silu_triton",
+    _fake_silu_mul_quantize_backward,
 )
 
 

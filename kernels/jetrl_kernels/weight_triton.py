@@ -14,7 +14,7 @@ WARPS = 8
 
 
 @triton.jit
-def _round_to_bf16(w, INTERPRETED: tl.constexpr):
+def round_to_bf16(w, INTERPRETED: tl.constexpr):
     """float32 -> bfloat16 -> float32, round to nearest even. The interpreter's cast rounds ties away, so not there."""
     if INTERPRETED:
         bits = w.to(tl.int32, bitcast=True)
@@ -26,7 +26,7 @@ def _round_to_bf16(w, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _load_rounded(w, row, col, n, k, stride_n, stride_k, INTERPRETED: tl.constexpr):
-    return _round_to_bf16(load_float32(w, row, col, n, k, stride_n, stride_k), INTERPRETED)
+    return round_to_bf16(load_float32(w, row, col, n, k, stride_n, stride_k), INTERPRETED)
 
 
 @triton.jit
