@@ -21,8 +21,8 @@ def apply_flow(cfg: DictConfig, flow: Flow) -> None:
     with open_dict(cfg):
         model.external_lib = _with_plugin(model.external_lib)
         model.override_config.jetrl_flow = wire
-        engine = rollout.engine_kwargs.setdefault("vllm", {})
-        additional = engine.setdefault("additional_config", {})
+        engine = _child(rollout.engine_kwargs, "vllm")
+        additional = _child(engine, "additional_config")
         additional["jetrl_flow"] = wire
         if flow.rollout.linear == "fp8":
             if engine.get("quantization", QUANTIZATION) not in (None, QUANTIZATION):
@@ -47,7 +47,7 @@ def apply_layout(cfg: DictConfig, run: RunConfig) -> None:
     with open_dict(cfg):
         cfg.trainer.default_local_dir = str(folder / "checkpoints")
         cfg.trainer.logger = _with_file_logger(cfg.trainer.logger)
-        env = cfg.ray_kwargs.ray_init.runtime_env.setdefault("env_vars", {})
+        env = _child(cfg.ray_kwargs.ray_init.runtime_env, "env_vars")
         # VeRL reads both from the environment of the process that logs, a Ray actor.
         env["VERL_FILE_LOGGER_PATH"] = str(run.folder / METRICS)
         env["TENSORBOARD_DIR"] = str(folder / "tensorboard")
@@ -67,6 +67,13 @@ def apply_resume(cfg: DictConfig, choice: str) -> None:
     by_path = choice not in ("auto", "disable")
     cfg.trainer.resume_mode = "resume_path" if by_path else choice
     cfg.trainer.resume_from_path = choice if by_path else None
+
+
+def _child(node: DictConfig, key: str) -> DictConfig:
+    """node[key], created empty where missing. DictConfig.setdefault returns its argument: what is set there is lost."""
+    if node.get(key) is None:
+        node[key] = {}
+    return node[key]
 
 
 def _with_plugin(value: object) -> object:
