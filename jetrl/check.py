@@ -110,12 +110,29 @@ def report_lines(result) -> list[str]:
         "",
         *_excluded_lines(excluded(result.train, result.infer)),
         f"verdict: {result.verdict}",
-        *(f"  {violation}" for violation in result.violations[:SHOWN_VIOLATIONS]),
+        *violation_lines(result.violations),
     ]
-    if len(result.violations) > SHOWN_VIOLATIONS:
-        lines.append(f"  and {len(result.violations) - SHOWN_VIOLATIONS} more (--json lists all)")
     lines += [f"  unclassified: {name}" for name in result.unclassified[:SHOWN_VIOLATIONS]]
     return [*lines, "", *estimate_lines(result.estimate)]
+
+
+def violation_lines(violations: list) -> list[str]:
+    """One line for all operators that have the same violation in the same words."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for v in violations:
+        groups.setdefault((v.tensor, v.rollout, v.training, v.key, v.advice), []).append(v.operator)
+    lines = []
+    for (tensor, rollout, training, key, advice), names in groups.items():
+        where = names[0] if len(names) == 1 else f"{len(names)} operators ({_listing(names)})"
+        lines.append(f"  {where}: {tensor} is {rollout} in the rollout and {training} in training; {key}: {advice}")
+    if len(lines) > SHOWN_VIOLATIONS:
+        return [*lines[:SHOWN_VIOLATIONS], f"  and {len(lines) - SHOWN_VIOLATIONS} more kinds (--json lists all)"]
+    return lines
+
+
+def _listing(names: list[str]) -> str:
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f", and {more} more" if more > 0 else "")
 
 
 def _excluded_lines(kept: dict[str, dict[str, list[str]]]) -> list[str]:
@@ -124,9 +141,7 @@ def _excluded_lines(kept: dict[str, dict[str, list[str]]]) -> list[str]:
     for side, reasons in kept.items():
         for reason, names in reasons.items():
             if reason.startswith("flow.") and not reason.endswith(".linear=bf16"):
-                shown = ", ".join(names[:SHOWN_NAMES]) + (
-                    f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-                )
+                shown = _listing(names)
                 lines.append(f"{side}: {reason} keeps {len(names)} linear layers unquantized: {shown}")
     return lines
 

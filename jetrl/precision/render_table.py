@@ -99,7 +99,7 @@ def estimate_lines(e: Estimate) -> list[str]:
         f"weight sync         {size(e.sync_bytes)}; as FP8 codes and scales {size(e.sync_bytes_fp8)}",
         f"FLOPs in FP8        {100 * e.fp8_flop_share:.0f} % of a training step's matrix products",
         f"estimated gain      decode {e.decode_gain:.2f}x, linear layers of the update {e.update_gain:.2f}x, "
-        f"both {e.step_gain:.2f}x (from rates measured on one H200)",
+        f"both {e.step_gain:.2f}x (GEMM and decode rates measured on one H200; nothing else is counted)",
         f"recommendation      {e.recommendation}",
     ]
 
