@@ -41,6 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     except JobError as e:
         print(f"jetrl: {e}", file=sys.stderr)
         return 1
+    except OSError as e:  # a disk that fills up, a folder that vanishes
+        print(f"jetrl: {e.strerror or e}{f': {e.filename}' if e.filename else ''}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("jetrl: interrupted", file=sys.stderr)
         return 130

@@ -17,8 +17,8 @@ from jetrl.data.models import resolve_model_path
 from jetrl.errors import UserError
 from jetrl.launch import wiring
 from jetrl.launch.args import GROUPS, CommandLine, check_choices, default_hardware
-from jetrl.launch.config import resume_choice, run_config
-from jetrl.launch.errors_map import explain
+from jetrl.launch.config import check_numbers, resume_choice, run_config
+from jetrl.launch.errors_map import check_grammar, explain
 from jetrl.precision.flow import flow_from_dict
 
 DEFAULT_ROOT = "runs"
@@ -43,6 +43,8 @@ def compose_job(line: CommandLine, name_suffix: str = "", root: str = DEFAULT_RO
 
 
 def _hydra(line: CommandLine) -> DictConfig:
+    for word in line.overrides:
+        check_grammar(word)
     GlobalHydra.instance().clear()
     overrides = [*line.hydra_overrides(), f"hydra.searchpath=[file://{verl_config_folder()}]"]
     try:
@@ -70,6 +72,7 @@ def verl_config_folder() -> Path:
 
 def _fill(cfg: DictConfig, name_suffix: str, root: str) -> None:
     """Defaults that depend on other values, then the wiring of flow, folders and resume."""
+    check_numbers(cfg)
     if cfg.run.name is None:
         parts = [cfg.choices[group] for group in ("model", "data", "algorithm", "precision")]
         cfg.run.name = "-".join(str(part) for part in parts) + name_suffix

@@ -8,6 +8,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from jetrl.errors import UserError
 
+# Numbers that jetrl itself computes with; VeRL has no dataclass for these two nodes. Key -> the smallest allowed.
+WHOLE_NUMBERS = {
+    "trainer.n_gpus_per_node": 1,
+    "trainer.nnodes": 1,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 1,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "data.train_batch_size": 1,
+    "data.train_max_samples": -1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+}
+OPTIONAL = ("trainer.total_training_steps",)
+
 RESUME_MODES = ("auto", "disable")
 
 
@@ -45,6 +60,16 @@ def resume_choice(cfg: DictConfig) -> str:
             f"resume={value} is not a folder; allowed: auto, disable, or the path of a global_step_N folder"
         )
     return str(folder)
+
+
+def check_numbers(cfg: DictConfig) -> None:
+    """UserError for a value in WHOLE_NUMBERS that is none, or is too small."""
+    for key, smallest in WHOLE_NUMBERS.items():
+        value = OmegaConf.select(cfg, key)
+        if value is None and key in OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise UserError(f"{key}={value} must be a whole number of at least {smallest}")
 
 
 def _checked(node: str, cfg: DictConfig, cls: type) -> dict:

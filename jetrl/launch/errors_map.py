@@ -3,17 +3,27 @@
 import difflib
 import re
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from jetrl.errors import UserError
 
 
+def check_grammar(word: str) -> None:
+    """UserError for an override that Hydra cannot parse; its own error for a list of them does not say which."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException as e:
+        raise UserError(f"{word} is not an override that Hydra can read: {_first_line(str(e))}") from e
+
+
 def explain(error: Exception, cfg: DictConfig | None = None, overrides: tuple[str, ...] = ()) -> UserError:
     """The UserError for an exception of Hydra or OmegaConf. cfg: the composed config, if it got that far."""
     root = _root(error)
     text = _first_line(str(root)) or _first_line(str(error))
-    outer = str(error)
+    outer = _chain(error)
     if "sweep" in outer and "multirun" in outer:
         word = _quoted(outer, overrides)
         return UserError(f"{word} gives several values; add -m to run one job for each of them")
@@ -29,7 +39,7 @@ def explain(error: Exception, cfg: DictConfig | None = None, overrides: tuple[st
 def _unknown_key(error: Exception, outer: str, overrides: tuple[str, ...]) -> str:
     key = getattr(error, "full_key", None) or _first_match(r"full_key: ([\w.]+)", str(error)) or "the key"
     near = _near_keys(error, key)
-    word = next((w for w in overrides if w.lstrip("+~").partition("=")[0] == key), key)
+    word = next((w for w in overrides if f"{w.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), key)
     return (
         f"{word}: {key} is not a key{near}; "
         f"--cfg job prints all keys, and +{word.lstrip('+~')} adds one that only VeRL's free-form parts know"
@@ -53,14 +63,23 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
+def _chain(error: BaseException | None) -> str:
+    """Every message of the chain: Hydra names the override in an outer one."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__
+    return "\n".join(texts)
+
+
 def _key(error: Exception) -> str:
     return getattr(error, "full_key", None) or "the configuration"
 
 
 def _quoted(text: str, overrides: tuple[str, ...]) -> str:
     """The override that an error text speaks of."""
-    hits = [word for word in overrides if word in text or word.partition("=")[0] in text]
-    return hits[0] if hits else "the override"
+    hits = [word for word in overrides if word in text or word.partition("=")[0].lstrip("+~") in text]
+    return hits[0] if hits else f"one of {', '.join(overrides)}" if len(overrides) > 1 else "".join(overrides)
 
 
 def _first_line(text: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -33,32 +33,46 @@ INTERRUPTED = 130
 # What Ray, vLLM and VeRL print when they get somewhere -> what the console says from then on.
 MILESTONES = (
     ("Started a local Ray instance", "loading the model into the trainer and vLLM"),
-    ("Initial validation metrics", "first step"),
+    ("Training from scratch", "first validation"),
+    ("Resuming from", "first validation"),
 )
 LAST_EXCEPTION = re.compile(r"^(?:\([^)]*pid=[^)]*\)\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)): (.*)$", re.M)
 
 
-def run_job(cfg: DictConfig, run_dir: Path, stream: TextIO | None = None) -> int:
+def worker_command(config: Path) -> list[str]:
+    return [sys.executable, "-m", "jetrl.launch.worker_entry", str(config)]
+
+
+def run_job(
+    cfg: DictConfig,
+    run_dir: Path,
+    stream: TextIO | None = None,
+    command: Callable[[Path], list[str]] = worker_command,
+) -> int:
     """Run a job that has passed preflight.check, in a child process, until it ends.
 
+    command: from the written configuration to the child's command line.
     Returns 0, or 130 after Ctrl-C or SIGTERM. Raises JobError, with the job's own last error, when it failed, and
     UserError where another job is using the folder.
     """
     run, began = run_config(cfg), time.monotonic()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"run.dir={run_dir} cannot be made ({e.strerror}); choose another run.dir") from e
     with _locked(run_dir) as lock:
         start_step = _prepare_resume(cfg, run_dir)
         rows = _prepare_data(cfg, run_dir)
         total = _total_steps(cfg, rows)
         console = Console(total, stream)
         console.start(_title(cfg, run, start_step))
-        if total is not None and start_step >= total:
+        if start_step >= total:
             console.start(
                 [f"all {total} steps are done: raise trainer.total_training_steps, or start over: resume=disable"]
             )
             return 0
         (run_dir / CONFIG).write_text(OmegaConf.to_yaml(cfg, resolve=True))
-        code = _supervise(run_dir, console, lock)
+        code = _supervise(command(run_dir / CONFIG), run_dir, console, lock, total)
         if code == 0:
             figures = metrics_log.summarize(metrics_log.read_run(run_dir / METRICS))
             console.finish(figures, time.monotonic() - began, _written(run_dir))
@@ -113,7 +127,7 @@ def _set_earlier_run_aside(run_dir: Path) -> None:
             path.rename(target / path.name)
 
 
-def _prepare_data(cfg: DictConfig, run_dir: Path) -> int | None:
+def _prepare_data(cfg: DictConfig, run_dir: Path) -> int:
     """Make the task's files where the job has a task; returns the number of training rows."""
     if cfg.prepare_data:
         train, _ = prepare(OmegaConf.to_container(cfg.task, resolve=True), run_dir / "data")
@@ -124,7 +138,7 @@ def _prepare_data(cfg: DictConfig, run_dir: Path) -> int | None:
 
 
 def _total_steps(cfg: DictConfig, rows: int) -> int:
-    """As VeRL counts them: the explicit number, else whole batches of all epochs."""
+    """The explicit number, else the whole batches of all epochs; makes the epochs enough for the explicit number."""
     most = cfg.data.train_max_samples
     rows = min(rows, most) if most > 0 else rows
     per_epoch = rows // cfg.data.train_batch_size
@@ -132,10 +146,12 @@ def _total_steps(cfg: DictConfig, rows: int) -> int:
         raise UserError(
             f"data.train_batch_size={cfg.data.train_batch_size} is more than the {rows} training rows; lower it"
         )
-    by_epochs = per_epoch * cfg.trainer.total_epochs
     explicit = cfg.trainer.total_training_steps
-    # VeRL's loop stops at whichever comes first.
-    return by_epochs if explicit is None else min(explicit, by_epochs)
+    if explicit is None:
+        return per_epoch * cfg.trainer.total_epochs
+    # VeRL's loop also ends with the last epoch; a number of steps that someone asked for is what counts here.
+    cfg.trainer.total_epochs = max(cfg.trainer.total_epochs, -(-explicit // per_epoch))
+    return explicit
 
 
 def _title(cfg: DictConfig, run: RunConfig, start_step: int) -> list[str]:
@@ -155,12 +171,11 @@ def _written(run_dir: Path) -> dict[str, str]:
     return {label: str(run_dir / name) for label, name in names.items() if (run_dir / name).exists()}
 
 
-def _supervise(run_dir: Path, console: Console, lock: int) -> int:
+def _supervise(command: list[str], run_dir: Path, console: Console, lock: int, total: int) -> int:
     """Start the child, show what it does, and leave no process of it behind."""
     log_file = run_dir / LOG
     orphans = Orphans()
     before = log_file.stat().st_size if log_file.exists() else 0
-    command = [sys.executable, "-m", "jetrl.launch.worker_entry", str(run_dir / CONFIG)]
     previous = signal.signal(signal.SIGTERM, _as_interrupt)
     child = None
     try:
@@ -175,7 +190,7 @@ def _supervise(run_dir: Path, console: Console, lock: int) -> int:
                 start_new_session=True,
                 pass_fds=(lock,),
             )
-        _follow(child, run_dir, before, console)
+        _follow(child, run_dir, before, console, total)
     except KeyboardInterrupt:
         console.phase("stopping")
         _interrupt(child)
@@ -191,21 +206,22 @@ def _supervise(run_dir: Path, console: Console, lock: int) -> int:
     return 0
 
 
-def _follow(child: subprocess.Popen, run_dir: Path, offset: int, console: Console) -> None:
+def _follow(child: subprocess.Popen, run_dir: Path, offset: int, console: Console, total: int) -> None:
+    """Show what the child does until it ends: milestones of its log first, then every new line of its metrics."""
     metrics = metrics_log.MetricsTail(run_dir / METRICS)
-    phase, milestones, stepping = "starting Ray", list(MILESTONES), False
+    phase, milestones = "starting Ray", list(MILESTONES)
     while True:
-        ended = child.poll() is not None
-        for step, figures in metrics.poll():
-            console.step(figures, step)
-            stepping = True
-        if ended:
-            return
-        if not stepping or milestones:
+        ended = child.poll() is not None  # before the poll below, so that the last lines are seen
+        if milestones:
             text, offset = _new_text(run_dir / LOG, offset)
             while milestones and milestones[0][0] in text:
                 phase = milestones.pop(0)[1]
-        console.phase("working" if stepping else phase)
+        for step, figures in metrics.poll():
+            console.step(figures, step)
+            phase, milestones = f"step {step + 1}" if step < total else "shutting down", []
+        if ended:
+            return
+        console.phase(phase)
         time.sleep(POLL_SECONDS)
 
 

@@ -21,7 +21,7 @@ from jetrl.data.models import REMOTE
 from jetrl.errors import UserError
 from jetrl.launch import model_files, verl_schema
 from jetrl.launch.config import run_config
-from jetrl.precision.flow import Flow, load_flow
+from jetrl.precision.flow import DEFAULT_FLOW, Flow, load_flow
 from jetrl.precision.tensor_parallel import first_cut_block, sharded_linears, working_sizes
 from jetrl.versions import check_versions
 
@@ -38,11 +38,12 @@ def check(cfg: DictConfig) -> None:
     """Refuse a composed jetrl job that cannot work. Raises UserError; writes nothing."""
     check_versions()
     check_verl_config(cfg)
-    if not cfg.trainer.use_v1:
-        raise UserError("trainer.use_v1=False is not supported: jetrl drives VeRL's V1 trainer; remove the override")
+    _check_trainer(cfg)
     _check_data(cfg)
     _check_verl_accepts(cfg)
+    _check_devices(cfg)
     _check_output(cfg)
+    _check_same_run(cfg)
 
 
 def check_verl_config(cfg: DictConfig) -> None:
@@ -53,6 +54,28 @@ def check_verl_config(cfg: DictConfig) -> None:
     _check_quantization(cfg, flow)
     _check_plugin(cfg, flow)
     _check_model(cfg, flow)
+
+
+def _check_trainer(cfg: DictConfig) -> None:
+    """What jetrl's own launcher needs of VeRL's trainer."""
+    if not cfg.trainer.use_v1:
+        raise UserError("trainer.use_v1=False is not supported: jetrl drives VeRL's V1 trainer; remove the override")
+    if cfg.actor_rollout_ref.actor.checkpoint.async_save:
+        raise UserError(
+            "actor_rollout_ref.actor.checkpoint.async_save=True is not supported: a checkpoint could not be marked whole; "
+            "set it to False"
+        )
+    fixed = {
+        "checkpoint_callback_class": "jetrl.launch.checkpoints.MarkWholeCallback",
+        "max_actor_ckpt_to_keep": None,
+        "max_critic_ckpt_to_keep": None,
+    }
+    for key, needed in fixed.items():
+        if cfg.trainer[key] != needed:
+            raise UserError(
+                f"trainer.{key}={cfg.trainer[key]} is not supported: jetrl marks and keeps checkpoints itself; "
+                "remove the override"
+            )
 
 
 def _check_engines(cfg: DictConfig) -> None:
@@ -90,7 +113,7 @@ def _check_unsupported(cfg: DictConfig) -> None:
 
 def _check_quantization(cfg: DictConfig, flow: Flow) -> None:
     rollout = cfg.actor_rollout_ref.rollout
-    engine = OmegaConf.select(rollout, "engine_kwargs.vllm") or {}
+    engine = OmegaConf.select(rollout, "engine_kwargs.vllm") or OmegaConf.create({})
     if flow.rollout.linear != "vllm_fp8" and rollout.quantization is not None:
         raise UserError(
             f"actor_rollout_ref.rollout.quantization={rollout.quantization} is VeRL's own quantization and contradicts "
@@ -103,6 +126,13 @@ def _check_quantization(cfg: DictConfig, flow: Flow) -> None:
             f"actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={quantization} does not fit the flow "
             f"{flow.name}, which needs {'it unset' if wanted is None else wanted}; set "
             f"+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={'null' if wanted is None else wanted}"
+        )
+    named = str(OmegaConf.select(engine, "additional_config.jetrl_flow") or DEFAULT_FLOW)
+    if flow.rollout.linear == "fp8" and load_flow(named) != flow:
+        raise UserError(
+            f"the trainer has the flow {flow.name} (actor_rollout_ref.model.override_config.jetrl_flow) and vLLM has "
+            f"{load_flow(named).name} (actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.jetrl_flow); "
+            "give both the same"
         )
     cache = engine.get("kv_cache_dtype") or "auto"
     if flow.unified and str(cache).startswith("fp8"):
@@ -219,11 +249,36 @@ def _check_verl_accepts(cfg: DictConfig) -> None:
         raise UserError(f"VeRL refuses the configuration: {' '.join(str(reason).split())}") from e
 
 
+def _check_devices(cfg: DictConfig) -> None:
+    """The hardware group fits this machine. Jobs of several nodes are left to Ray."""
+    import torch
+
+    count, wanted = torch.cuda.device_count(), cfg.trainer.n_gpus_per_node
+    if cfg.trainer.device == "cpu":
+        if count:
+            raise UserError(
+                f"hardware={cfg.choices.hardware} needs a machine without a visible GPU, and {count} are visible; "
+                "run it with CUDA_VISIBLE_DEVICES= (empty)"
+            )
+        from jetrl.integrations import verl_cpu
+
+        if not verl_cpu.is_active():
+            raise UserError(
+                "VeRL did not take jetrl's CPU platform; unset VERL_PLATFORM and VERL_USE_EXTERNAL_PLUGINS, and see that "
+                "jetrl is installed (pip install --no-deps -e . in a checkout)"
+            )
+    elif cfg.trainer.nnodes == 1 and count < wanted:
+        raise UserError(
+            f"trainer.n_gpus_per_node={wanted} (hardware={cfg.choices.hardware}) and {count} GPUs are visible; choose "
+            "another hardware= or set trainer.n_gpus_per_node"
+        )
+
+
 def _check_output(cfg: DictConfig) -> None:
     """The run's folder can be made and written, and there is room for what the job will write."""
     run = run_config(cfg)
     place = run.folder
-    while not place.exists():
+    while not os.path.exists(place):  # unlike Path.exists, False below a folder that may not be entered
         place = place.parent
     if not place.is_dir():
         raise UserError(f"run.dir={run.dir} cannot be made: {place} is not a folder; choose another run.dir")
@@ -239,3 +294,24 @@ def _check_output(cfg: DictConfig) -> None:
             f"run.dir={run.dir} has {free / 2**30:.1f} GiB free and the job needs about {needed / 2**30:.1f} GiB; "
             "free some, choose another run.dir, or set trainer.save_freq=-1 (no checkpoints)"
         )
+
+
+def _check_same_run(cfg: DictConfig) -> None:
+    """resume=auto must not go on with another model's or another flow's checkpoint that has the same run name."""
+    run = run_config(cfg)
+    earlier = run.folder / "config.yaml"
+    if cfg.trainer.resume_mode != "auto" or not earlier.is_file():
+        return
+    if not any((run.folder / "checkpoints").glob("global_step_*")):
+        return
+    before = OmegaConf.load(earlier)
+    for what, key in (
+        ("model", "actor_rollout_ref.model.path"),
+        ("flow", "actor_rollout_ref.model.override_config.jetrl_flow"),
+    ):
+        old, new = OmegaConf.select(before, key), OmegaConf.select(cfg, key)
+        if old != new:
+            raise UserError(
+                f"{run.dir} holds a run with the {what} {old}, and this one has {new}; choose another run.name, or start "
+                "over with resume=disable"
+            )

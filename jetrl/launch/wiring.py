@@ -76,6 +76,13 @@ def _child(node: DictConfig, key: str) -> DictConfig:
     return node[key]
 
 
+def _node(parent: DictConfig, key: str) -> DictConfig:
+    """parent[key], made empty where it is missing. (DictConfig.setdefault returns a copy of what it stored.)"""
+    if parent.get(key) is None:
+        parent[key] = {}
+    return parent[key]
+
+
 def _with_plugin(value: object) -> object:
     """external_lib with jetrl's plug-in in it: the user's own modules stay."""
     if value is None:
