@@ -5,8 +5,14 @@ Per 128 of K: `partial` from zero on the tensor core (wgmma, in one chain), then
 no bit; a tile of fewer than 64 rows on the left would (it is not a wgmma tile), so the swapped kernel puts the weight there.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from jetrl_kernels.constants import TILE, ceil_div
+
+SWAPPED_ROWS = 64
+BLOCK_M, BLOCK_N = 64, 128
 
 
 @triton.jit
@@ -77,3 +83,32 @@ def _swapped_kernel(
         bs_at += stride_bs_k * UNROLL
     out_at = out + row[None, :] * stride_om + col[:, None]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=(row < m)[None, :] & (col < n)[:, None])
+
+
+def _launch(a, a_scale, b, b_scale, tiled: bool, out: torch.Tensor, accumulate: bool) -> None:
+    (m, k), n = a.shape, b.shape[0]
+    strides = (a.stride(0), b.stride(0), a_scale.stride(1), b_scale.stride(0), b_scale.stride(1))
+    if m <= SWAPPED_ROWS and not tiled and not accumulate:
+        unroll = 4 if (k // TILE) % 4 == 0 and m <= 16 else 1
+        _swapped_kernel[(ceil_div(n, 64),)](
+            a, a_scale, b, b_scale, out, m, n, k, *strides, out.stride(0),
+            BLOCK_M=max(16, triton.next_power_of_2(m)), BLOCK_N=64, STAGES=4 if unroll == 4 else 8, UNROLL=unroll,
+            num_warps=4,
+        )  # fmt: skip
+        return
+    _gemm_kernel[(ceil_div(m, BLOCK_M) * ceil_div(n, BLOCK_N),)](
+        a, a_scale, b, b_scale, out, m, n, k, *strides, out.stride(0), B_TILED=tiled, ACCUMULATE=accumulate,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUP=8, num_warps=4, num_stages=4,
+    )  # fmt: skip
+
+
+def gemm_nt(a, a_scale, b, b_scale, tiled: bool, dtype: torch.dtype) -> torch.Tensor:
+    """(M, N) in dtype; M, N, K positive; scales column-major for tiles, row-major for blocks."""
+    out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    _launch(a, a_scale, b, b_scale, tiled, out, accumulate=False)
+    return out
+
+
+def gemm_nt_accumulate(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
+    """out (M, N) float32 += a b^T, both operands in tiles."""
+    _launch(a, a_scale, b, b_scale, True, out, accumulate=True)

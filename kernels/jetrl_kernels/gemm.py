@@ -1,0 +1,116 @@
+"""CUDA side of the GEMM ops: hands each call to the chosen backend. Layouts and meaning: ops.py; choice: backends.py."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from jetrl_kernels import backends, gemm_triton
+from jetrl_kernels.constants import TILE, ceil_div
+from jetrl_kernels.ops import OUT_DTYPES, SCALE_ALIGNMENT, check_gemm_operands, new_column_major_scale
+
+FEW_ROWS = 64
+# Below this cuBLASLt was seen to split K (4096 x 12288 at 8 and 16 rows), which changes bits.
+_CUBLASLT_MIN_ROWS = 128
+# Bulk stores of bfloat16 rows, and of float32 rows, need multiples of 16 bytes.
+_BF16_ROW, _FLOAT_ROW = 8, 4
+
+
+def _column_major(scale: torch.Tensor) -> torch.Tensor:
+    """Tile scales as the kernels read them; a copy only if the caller built them another way."""
+    rows, columns = scale.shape
+    stride = ceil_div(rows, SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    if scale.stride() == (1, stride) or (columns == 1 and scale.stride(0) == 1):
+        return scale.as_strided((rows, columns), (1, stride)) if columns == 1 else scale
+    return new_column_major_scale(rows, columns, scale.device).copy_(scale)
+
+
+def _is_tiled(b: torch.Tensor, b_scale: torch.Tensor) -> bool:
+    return b_scale.shape[0] == b.shape[0] and b.shape[0] > 1
+
+
+def _prepare(a, a_scale, b, b_scale):
+    check_gemm_operands(a, a_scale, b, b_scale)
+    tiled = _is_tiled(b, b_scale)
+    b_scale = _column_major(b_scale) if tiled else b_scale.contiguous()
+    return a.contiguous(), _column_major(a_scale), b.contiguous(), b_scale, tiled
+
+
+def _scaled_mm(a, a_scale, b, b_scale, tiled: bool, dtype: torch.dtype) -> torch.Tensor:
+    """cuBLASLt wants scale columns without padding: where M is no multiple of 4, rows are added and dropped again."""
+    m, padding = a.shape[0], -a.shape[0] % SCALE_ALIGNMENT
+    if padding:
+        a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
+        a_scale = a_scale.as_strided((m + padding, a_scale.shape[1]), a_scale.stride())
+    b_scale, recipe = (b_scale, ScalingType.BlockWise1x128) if tiled else (b_scale.t(), ScalingType.BlockWise128x128)
+    out = F.scaled_mm(a, b.t(), a_scale, ScalingType.BlockWise1x128, b_scale, recipe, output_dtype=dtype)
+    return out[:m] if padding else out
+
+
+def _takes_scaled_mm(a: torch.Tensor, b: torch.Tensor, tiled: bool) -> bool:
+    rows_of_b_fit = b.shape[0] % 16 == 0
+    return rows_of_b_fit and a.shape[0] >= _CUBLASLT_MIN_ROWS
+
+
+def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
+    """fprop and dgrad: the weight in 128x128 blocks. Every branch gives the same bits."""
+    m, n = a.shape[0], b.shape[0]
+    backend = backends.current().gemm
+    if backend != "triton" and m <= FEW_ROWS:
+        from jetrl_kernels import few_rows_gemm
+
+        out = torch.empty(m, n, dtype=dtype, device=a.device)
+        few_rows_gemm.gemm_nt(a, a_scale, b, b_scale, out)
+        return out
+    if backend == "deepgemm" and dtype == torch.bfloat16 and n % _BF16_ROW == 0:
+        out = torch.empty(m, n, dtype=dtype, device=a.device)
+        backends.deep_gemm().fp8_gemm_nt((a, a_scale), (b, b_scale), out, disable_ue8m0_cast=True)
+        return out
+    if backend != "triton" and _takes_scaled_mm(a, b, False):
+        return _scaled_mm(a, a_scale, b, b_scale, False, dtype)
+    return gemm_triton.gemm_nt(a, a_scale, b, b_scale, False, dtype)
+
+
+def _tiles(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
+    """wgrad without accumulation: both operands in tiles along tokens."""
+    if backends.current().gemm != "triton" and dtype == torch.bfloat16 and _takes_scaled_mm(a, b, True):
+        return _scaled_mm(a, a_scale, b, b_scale, True, dtype)
+    out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+    _accumulate_tiles(a, a_scale, b, b_scale, out)
+    return out.to(dtype)
+
+
+def _accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
+    backend = backends.current().gemm
+    if backend == "deepgemm" and b.shape[0] % _FLOAT_ROW == 0:
+        backends.deep_gemm().fp8_gemm_nt(
+            (a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, TILE), disable_ue8m0_cast=True
+        )
+    elif backend == "cublaslt" and _takes_scaled_mm(a, b, True):
+        out += _scaled_mm(a, a_scale, b, b_scale, True, torch.float32)
+    else:
+        gemm_triton.gemm_nt_accumulate(a, a_scale, b, b_scale, out)
+
+
+def gemm_nt(a, a_scale, b, b_scale, out_dtype: str) -> torch.Tensor:
+    """a (M, K) tiles, b (N, K) blocks or tiles -> (M, N)."""
+    a, a_scale, b, b_scale, tiled = _prepare(a, a_scale, b, b_scale)
+    dtype = OUT_DTYPES[out_dtype]
+    if not (a.shape[0] and b.shape[0] and a.shape[1]):
+        return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    return (_tiles if tiled else _blocks)(a, a_scale, b, b_scale, dtype)
+
+
+def gemm_nt_accumulate(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
+    """out (M, N) float32 contiguous += a b^T, both in tiles along K."""
+    a, a_scale, b, b_scale, tiled = _prepare(a, a_scale, b, b_scale)
+    if out.dtype != torch.float32 or not out.is_contiguous() or out.shape != (a.shape[0], b.shape[0]):
+        raise ValueError(
+            f"out must be a contiguous float32 {(a.shape[0], b.shape[0])}, got {out.dtype} {tuple(out.shape)} "
+            f"with strides {out.stride()}"
+        )
+    if not (a.shape[0] and b.shape[0] and a.shape[1]):
+        return
+    if tiled:
+        _accumulate_tiles(a, a_scale, b, b_scale, out)
+    else:
+        out += _blocks(a, a_scale, b, b_scale, torch.float32)
