@@ -136,14 +136,20 @@ def _listing(names: list[str]) -> str:
 
 
 def _excluded_lines(kept: dict[str, dict[str, list[str]]]) -> list[str]:
-    """What exclusions, first and last layers matched; a side that is BF16 altogether needs no list."""
-    lines = []
+    """What exclusions, first and last layers matched, once where both sides agree.
+
+    A side that is BF16 altogether needs no list.
+    """
+    sides: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for side, reasons in kept.items():
         for reason, names in reasons.items():
-            if reason.startswith("flow.") and not reason.endswith(".linear=bf16"):
-                shown = _listing(names)
-                lines.append(f"{side}: {reason} keeps {len(names)} linear layers unquantized: {shown}")
-    return lines
+            key = reason.removeprefix(f"flow.{side}.")
+            if key != reason and key != "linear=bf16":
+                sides.setdefault((key, tuple(names)), []).append(side)
+    return [
+        f"{' and '.join(where)}: {key} keeps {len(names)} linear layers unquantized: {_listing(list(names))}"
+        for (key, names), where in sides.items()
+    ]
 
 
 def html_page(title: str, picture: str, lines: list[str]) -> str:

@@ -73,9 +73,10 @@ def check_job(job: Job) -> Result:
     """Builds both declared graphs on the meta device and compares them. Raises UserError for bad input."""
     config, source = load_config(job.model_path)
     model = meta_model(config)
+    # Training first: shipped flows copy its keys to the rollout, so a bad pattern is named where the user wrote it.
+    train = build_training_graph(model, job.train, carrier=job.train_carrier, master=job.master)
     infer = build_inference_graph(model, job.rollout, carrier=job.rollout_carrier, kv=job.rollout_kv)
     infer = with_tensor_parallel(infer, job.tensor_parallel)
-    train = build_training_graph(model, job.train, carrier=job.train_carrier, master=job.master)
     plain = build_training_graph(model, PrecisionAssignment(), carrier=job.train_carrier, master=job.master)
     saved = saved_bytes(train)
     return Result(

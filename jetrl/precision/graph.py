@@ -87,13 +87,15 @@ class PrecisionGraph:
         return sorted(names, key=model_order)
 
     def linear_format(self, name: str) -> LinearFormat | None:
-        """Formats of the three GEMMs of linear `name`, or None when the graph has no such linear.
+        """Formats of the three GEMMs of linear `name`, or None when the graph has no such linear with both operands.
 
         A forward-only graph has no gradients: their formats are then those of the same recipe (jetrl's blockwise FP8
         where the forward is FP8, else unquantized).
         """
         operator = self.operator_by_name.get(name)
         if operator is None or operator.kind not in ("linear", "lm_head"):
+            return None
+        if (name, "x") not in self.edge_by_key or (name, "weight") not in self.edge_by_key:
             return None
         x, weight = self.edge_by_key[name, "x"].format, self.edge_by_key[name, "weight"].format
         if (f"{name}.dgrad", "dy") in self.edge_by_key:
@@ -109,7 +111,8 @@ class PrecisionGraph:
 
     def fp8_linear_names(self) -> list[str]:
         """Canonical names of the linears whose forward runs in FP8, in model order."""
-        return [name for name in self.linear_names() if self.linear_format(name).is_fp8]
+        formats = {name: self.linear_format(name) for name in self.linear_names()}
+        return [name for name, fmt in formats.items() if fmt is not None and fmt.is_fp8]
 
     def forward(self) -> "PrecisionGraph":
         """The forward part alone: what a rollout's graph is compared with."""

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
-from jetrl.precision.graph import PrecisionGraph
+from jetrl.precision.graph import PrecisionGraph, model_order
 from jetrl.precision.tensor_parallel import BLOCK, ShardedLinear, working_sizes
 from jetrl.precision.violation import Violation
 
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+EXCLUDE_KEY = "flow.rollout.exclude"
 QUANTIZATION_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm.quantization"
+# What vLLM's decoders run as one GEMM, so with one format.
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Column-parallel matrices are cut along rows, the others along columns (vLLM's ColumnParallel and RowParallel layers).
 _CUT_ALONG_COLUMNS = ("o_proj", "down_proj")
 
@@ -17,9 +20,12 @@ def with_tensor_parallel(graph: PrecisionGraph, size: int) -> PrecisionGraph:
     return replace(graph, meta={**graph.meta, "tensor_parallel": size})
 
 
-def layout_violations(graph: PrecisionGraph) -> list[Violation]:
-    """Interior shard edges that cut a block, and blocks that span two matrices of a merged projection."""
-    return _cut_blocks(graph) + _spanning_blocks(graph)
+def layout_violations(graph: PrecisionGraph, violated: frozenset[str] = frozenset()) -> list[Violation]:
+    """Interior shard edges that cut a block, blocks that span two matrices, and merges of unlike matrices.
+
+    violated: linears already reported for an operand; a merge with one of them is unlike because of that.
+    """
+    return _cut_blocks(graph) + _spanning_blocks(graph) + _mixed_merges(graph, violated)
 
 
 def _cut_blocks(graph: PrecisionGraph) -> list[Violation]:
@@ -68,4 +74,22 @@ def _spanning_blocks(graph: PrecisionGraph) -> list[Violation]:
                 rollout = f"{count} rows inside {storage['name']}, whose last block it shares with {members[i + 1]}"
                 advice = "set it to jetrl, which pads every logical matrix to whole blocks"
                 found.append(Violation(name, "weight", rollout, "in blocks of its own", QUANTIZATION_KEY, advice))
+    return found
+
+
+def _mixed_merges(graph: PrecisionGraph, violated: frozenset[str]) -> list[Violation]:
+    """A rollout whose flow gives the matrices of one merged projection different formats: vLLM cannot run it."""
+    found = []
+    names = set(graph.linear_names()) if graph.meta.get("side") == "rollout" else set()
+    for first in sorted((n for n in names if n.rpartition(".")[2] in ("q_proj", "gate_proj")), key=model_order):
+        parent, _, leaf = first.rpartition(".")
+        group = next(members for members in _MERGED if members[0] == leaf)
+        members = [f"{parent}.{member}" for member in group if f"{parent}.{member}" in names]
+        formats = {name: fmt.weight for name in members if (fmt := graph.linear_format(name)) is not None}
+        if len(set(formats.values())) > 1 and violated.isdisjoint(members):
+            shown = ", ".join(f"{name.rpartition('.')[2]} {fmt}" for name, fmt in formats.items())
+            advice = f"keep all of {', '.join(group)} of this layer unquantized, or none"
+            found.append(
+                Violation(first, "weight", f"merged with unlike ones ({shown})", "free to differ", EXCLUDE_KEY, advice)
+            )
     return found

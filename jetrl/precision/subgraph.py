@@ -21,7 +21,7 @@ def check(infer: PrecisionGraph, train: PrecisionGraph) -> list[Violation]:
     found += _missing_operands(infer, train)
     found += _differing_operators(infer, train)
     found.sort(key=lambda v: (model_order(v.operator), v.tensor))
-    return found + layout_violations(infer) + layout_violations(train)
+    return found + layout_violations(infer, frozenset(v.operator for v in found)) + layout_violations(train)
 
 
 def unclassified(graph: PrecisionGraph) -> list[str]:
@@ -113,7 +113,11 @@ def _fix(edge: Edge, infer: PrecisionGraph, train: PrecisionGraph, twin: Edge | 
         )
     consumer = infer.operator_by_name.get(edge.consumer)
     kind = consumer.kind if consumer is not None else ""
-    if kind == "attention" and edge.tensor in ("k", "v"):
+    if (
+        kind == "attention"
+        and edge.tensor in ("k", "v")
+        and edge.format != infer.edge_by_key[edge.consumer, "q"].format
+    ):
         return "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype", "set it to auto, or leave it out"
     if kind in ("linear", "quantizer") and edge.tensor in ("x", "weight") and twin is not None:
         quantized = [e.format.granularity != "none" for e in (edge, twin)]
