@@ -79,10 +79,13 @@ def _fields(path: Path) -> tuple[int, dict[str, set[str]]]:
         if path.suffix == ".parquet":
             parquet = pyarrow.parquet.ParquetFile(path)
             count, schema = parquet.metadata.num_rows, parquet.schema_arrow
+        elif path.read_bytes()[:1] == b"[":  # one JSON list: VeRL's reader takes it, Arrow's does not
+            table = pyarrow.Table.from_pylist(json.loads(path.read_text()))
+            count, schema = table.num_rows, table.schema
         else:
             table = pyarrow.json.read_json(path)
             count, schema = table.num_rows, table.schema
-    except (pyarrow.ArrowException, OSError) as e:
+    except (pyarrow.ArrowException, OSError, json.JSONDecodeError) as e:
         raise UserError(f"the data file {path} could not be read: {str(e).splitlines()[0]}") from e
     return count, {f.name: {g.name for g in f.type} if pyarrow.types.is_struct(f.type) else set() for f in schema}
 

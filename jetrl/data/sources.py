@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetrl.data.task import TaskConfig
+from jetrl.data.task import MAX_ROWS, TaskConfig
 from jetrl.errors import UserError
 
-# reasoning-gym seeds item i with `seed + i`, so neighbouring seeds would share all but one question; the stride keeps
-# the streams of two task seeds apart.
-SEED_STRIDE = 2**32
 # How many questions may be drawn for one row of a validation set of distinct questions before giving up: ten times
 # rejection is far more than 2- and 3-term sums need, and ends in milliseconds where a task has too few questions.
 DRAWS_PER_ROW = 10
@@ -56,16 +53,21 @@ def generate(task: TaskConfig) -> dict[str, list[Problem]]:
     return {"train": train, "val": list(val.values())}
 
 
-def problem_stream(task: TaskConfig, stream: int) -> Iterator[Problem]:
-    """Endless problems of a generated task; the same task and stream number give the same ones."""
+def problem_stream(task: TaskConfig, stream: int | str) -> Iterator[Problem]:
+    """Problems of a generated task without end; the same task and stream give the same ones.
+
+    stream: a task's seed, or any text for a stream that is no task's.
+    """
     import reasoning_gym
 
+    # reasoning-gym seeds item i with `seed + i`: given neighbouring seeds as they are, two tasks would share all
+    # questions but one. Spread over 62 bits, no two streams meet.
+    seeds = random.Random(f"jetrl/{stream}")
     if task.name == "arithmetic":
-        data = reasoning_gym.create_dataset("chain_sum", seed=stream * SEED_STRIDE, size=SEED_STRIDE, **task.options)
-        items = (data[index] for index in range(SEED_STRIDE))
+        data = reasoning_gym.create_dataset("chain_sum", seed=seeds.getrandbits(62), size=MAX_ROWS, **task.options)
+        items = (data[index] for index in itertools.count())  # its size is only a length
     else:
         # gsm_symbolic draws its whole list of templates for `size` at once: ask for one item at a time instead.
-        seeds = random.Random(stream)
         items = (
             reasoning_gym.create_dataset(task.name, seed=seeds.getrandbits(48), size=1)[0] for _ in itertools.count()
         )
