@@ -35,7 +35,10 @@ ARCHITECTURES = {
 
 
 def build_model(architecture: str, seed: int = 0) -> torch.nn.Module:
-    """A BF16 model with random weights; biases are random too, so that a lost bias is seen."""
+    """Random weights that BF16 holds exactly, in float32; biases are random too, so that a lost bias is seen.
+
+    Not `model.to(bfloat16)`: that would round the rotary frequencies as well, which no checkpoint stores.
+    """
     cls, config = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     model = cls(config)
@@ -45,9 +48,10 @@ def build_model(architecture: str, seed: int = 0) -> torch.nn.Module:
                 parameter.normal_(std=0.5)
             elif "norm" not in name:
                 parameter.normal_(std=0.05)
-    return model.to(torch.bfloat16)
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return model
 
 
 def save_checkpoint(architecture: str, folder: Path, seed: int = 0) -> Path:
-    build_model(architecture, seed).save_pretrained(folder)
+    build_model(architecture, seed).to(torch.bfloat16).save_pretrained(folder)
     return folder

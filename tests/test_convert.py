@@ -48,7 +48,7 @@ def test_a_graph_of_another_model_is_refused():
 
 
 def test_a_converted_model_trains_and_saves_under_its_stock_names(tmp_path):
-    model = build_model("qwen3").float()
+    model = build_model("qwen3")
     names = list(model.state_dict())
     convert(model, build_training_graph(model, load_flow("unified_fp8").train))
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))

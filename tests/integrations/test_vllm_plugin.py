@@ -30,7 +30,8 @@ def engine(request, tmp_path_factory):
         quantization="jetrl",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="bfloat16",
+        # FP32 carriers: the arithmetic around the layer then adds next to nothing, so a mismatch is the layer's.
+        dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
         gpu_memory_utilization=0.1,
@@ -83,15 +84,15 @@ def test_every_logical_matrix_is_stored_as_the_trainer_quantizes_it(engine):
         assert torch.equal(scale, want.scale), name
 
 
-def test_no_bf16_copy_of_a_quantized_weight_is_kept(engine):
+def test_no_unquantized_copy_of_a_weight_is_kept(engine):
     _, llm = engine
-    kept = [n for n, p in model_of(llm).named_parameters() if "_proj" in n and p.dim() == 2 and p.dtype == torch.bfloat16]
-    assert kept == []
+    projections = {n: p for n, p in model_of(llm).named_parameters() if n.endswith("_proj.weight")}
+    assert len(projections) == 4 * 2 and {p.dtype for p in projections.values()} == {torch.float8_e4m3fn}
 
 
 def test_rollout_log_probs_follow_the_trainer_with_the_layer_and_not_without(engine):
-    """Same tokens, trainer's forward with and without jetrl's layer. What is left with it is the BF16 arithmetic around
-    the layer (attention, norms, logits), which differs between the engines; without it FP8 rounding comes on top."""
+    """Same tokens, trainer's forward with and without jetrl's layer, FP32 around it on both sides. What is left with the
+    layer are activations that FP32 rounding differences push over an FP8 rounding boundary."""
     from vllm import SamplingParams
 
     architecture, llm = engine
@@ -101,7 +102,7 @@ def test_rollout_log_probs_follow_the_trainer_with_the_layer_and_not_without(eng
     fp8 = build_model(architecture)
     convert(fp8, build_training_graph(fp8, load_flow("unified_fp8").train))
     difference = {}
-    for label, trainer in (("fp8", fp8), ("bf16", build_model(architecture))):
+    for label, trainer in (("fp8", fp8), ("unquantized", build_model(architecture))):
         gaps = []
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             tokens = list(output.outputs[0].token_ids)
@@ -112,7 +113,7 @@ def test_rollout_log_probs_follow_the_trainer_with_the_layer_and_not_without(eng
             gaps.append((mine - theirs).abs())
         difference[label] = torch.cat(gaps).mean().item()
     assert logits.shape[-1] == VOCAB
-    assert difference["fp8"] < difference["bf16"] / 2, difference
+    assert difference["fp8"] < difference["unquantized"] / 50, difference
 
 
 def test_sync_is_in_place_and_independent_of_the_bucket_size(engine):
@@ -121,7 +122,7 @@ def test_sync_is_in_place_and_independent_of_the_bucket_size(engine):
     new = build_model(architecture, seed=1).state_dict()
     sync(llm, new, buckets=3)
     first = stored(llm)
-    sync(llm, {n: w.float() for n, w in new.items()}, buckets=1)  # VeRL ships FP32 masters
+    sync(llm, {n: w.to(torch.bfloat16) for n, w in new.items()}, buckets=1)  # whatever dtype the trainer ships
     second = stored(llm)
     assert pointers == {n: p.data_ptr() for n, p in model_of(llm).named_parameters()}
     for name in first:

@@ -10,7 +10,7 @@ import sys
 
 def install() -> None:
     """Idempotent."""
-    if "verl.workers.engine" in sys.modules:
+    if "verl.workers.engine_workers" in sys.modules:
         from jetrl.integrations.verl import engine
 
         engine.register()

@@ -70,7 +70,8 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
         """Adds the bytes and seconds of the sync that preceded this update to the actor's metrics."""
         outputs = super().train_batch(data, loss_function)
         if self.is_mp_src_rank_with_outputs():
-            outputs["metrics"].update(self._last_sync)
+            # Lists, because VeRL chains what each data-parallel rank reports.
+            outputs["metrics"].update({key: [value] for key, value in self._last_sync.items()})
         return outputs
 
 

@@ -145,12 +145,13 @@ def _ask_server(name: str) -> list[dict]:
 
 
 def _start_report(server, method: str) -> None:
-    """Runs inside the rollout server's event loop."""
-    server.jetrl_report_task = asyncio.ensure_future(server.engine.collective_rpc(method=method))
+    """Runs inside the rollout server, in a thread of its own; the engine lives in the event loop of its output handler."""
+    loop = server.engine.output_handler.get_loop()
+    server.jetrl_report = asyncio.run_coroutine_threadsafe(server.engine.collective_rpc(method=method), loop)
 
 
 def _collect_report(server) -> list[dict] | None:
     """The workers' answers, None while they are not all there; re-raises what a worker raised."""
-    if not server.jetrl_report_task.done():
+    if not server.jetrl_report.done():
         return None
-    return server.jetrl_report_task.result()
+    return server.jetrl_report.result()

@@ -61,7 +61,8 @@ class WeightReceiver:
             self._faults.append(f"{', '.join(names)} arrived as {loaded_weight.dtype}, not as a floating-point weight")
             return
         if self._staging is None:
-            self._staging = self._new_staging(param.device)
+            # A new cycle. What an earlier, failed sync left behind must not count for this one.
+            self._staging, self._received = self._new_staging(param.device), set()
         try:
             self.stock_loader(self._staging, loaded_weight, *shard_id)
         except (AssertionError, RuntimeError) as e:
