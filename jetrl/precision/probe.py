@@ -1,0 +1,220 @@
+"""Records the operators that one forward really executes, in either engine, and compares them with a precision graph.
+
+A dispatch mode sees every aten and custom op; module hooks say inside which module. So a declared graph that differs
+from what runs is found where it matters: in the formats that reached the GEMMs. log-softmax happens outside both models
+and is not seen.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jetrl.precision.formats import TensorFormat, format_of_dtype
+from jetrl.precision.graph import Operator, PrecisionGraph
+
+# Ops that multiply matrices, by the name after the namespace.
+_GEMM = re.compile(
+    r"(addmm|mm|bmm|baddbmm|matmul|linear|onednn_mm|onednn_scaled_mm|_?scaled_mm\w*|fp8_\w*mm\w*|fp8_gemm\w*|\w+_linear\w*)"
+)
+_ATTENTION = re.compile(r".*(attention|softmax).*")
+# What a kind must have executed in its scope; None: any op will do (fused kernels have many names).
+_EVIDENCE = {"embedding": None, "norm": None, "activation": None, "attention": _ATTENTION, "rotary": None}
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One op: the innermost module it ran in, its qualified name, dtypes of its tensor arguments, and FP8 facts.
+
+    formats: for jetrl's quantizers and GEMM, the formats of what they made or read.
+    """
+
+    scope: str
+    op: str
+    dtypes: tuple[str, ...]
+    formats: tuple[TensorFormat, ...] = ()
+
+
+class Probe(TorchDispatchMode):
+    """Context manager around one forward of `model` (Hugging Face or vLLM, in this process and thread).
+
+    with Probe(model) as probe:
+        model(input_ids)
+    differences = probe.differences(graph)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.records: list[Executed] = []
+        self._stack: list[str] = []
+        self._hooks: list = []
+
+    def __enter__(self) -> "Probe":
+        for name, module in self.model.named_modules():
+            if name:
+                self._hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: self._push(name)))
+                self._hooks.append(module.register_forward_hook(lambda m, args, out: self._pop()))
+        return super().__enter__()
+
+    def __exit__(self, *exc) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        name = func._schema.name
+        dtypes = tuple(str(t.dtype) for t in tensors)
+        self.records.append(Executed(self._stack[-1] if self._stack else "", name, dtypes, _formats(name, args)))
+        return out
+
+    def _push(self, name: str) -> None:
+        # A module that several layers share is registered under the first one's name.
+        parent, _, leaf = name.rpartition(".")
+        if self._stack and parent != self._stack[-1] and _layer(parent) not in (None, _layer(self._stack[-1])):
+            name = f"{self._stack[-1]}.{leaf}"
+        self._stack.append(name)
+
+    def _pop(self) -> None:
+        self._stack.pop()
+
+    def differences(self, graph: PrecisionGraph) -> list[str]:
+        """One sentence for everything that ran otherwise than `graph` declares; empty when they agree."""
+        return Comparison(graph, self.records).differences()
+
+
+class Comparison:
+    """Executed ops against a declared graph (its forward part)."""
+
+    def __init__(self, graph: PrecisionGraph, records: list[Executed]) -> None:
+        self.graph = graph.forward()
+        self.by_scope: dict[str, list[Executed]] = {}
+        for record in records:
+            self.by_scope.setdefault(record.scope, []).append(record)
+        self.storage = {m: merged["name"] for merged in self.graph.meta.get("merged", ()) for m in merged["members"]}
+
+    def differences(self) -> list[str]:
+        found, gemm_scopes = [], set()
+        for operator in self.graph.operators:
+            if operator.kind in ("linear", "lm_head"):
+                scope = self._linear_scope(operator)
+                gemm_scopes.add(scope)
+                found += self._linear(operator.name, scope)
+            elif operator.kind in _EVIDENCE:
+                found += self._evidence(operator)
+            elif operator.kind == "residual_add":
+                found += self._residual(operator.name)
+            if operator.kind in ("attention", "router", "experts"):
+                gemm_scopes.update((operator.name, f"{operator.name}.attn"))
+        return found + self._undeclared(gemm_scopes)
+
+    def _linear_scope(self, operator: Operator) -> str:
+        if operator.kind == "lm_head" and operator.name not in self.by_scope:
+            return "logits_processor"  # vLLM computes logits there, without calling lm_head
+        return self.storage.get(operator.name, operator.name)
+
+    def _linear(self, name: str, scope: str) -> list[str]:
+        declared = self.graph.linear_format(name)
+        records = self.by_scope.get(scope, [])
+        found = []
+        for record in records:
+            if record.op == "jetrl::gemm_nt":
+                quantized = [r.formats[0] for r in records if r.op == "jetrl::quantize_tiles"]
+                executed = (quantized[-1] if quantized else None, record.formats[0])
+            elif _is_gemm(record):
+                executed = tuple(_plain(dtype) for dtype in record.dtypes if dtype != "torch.int64")[-2:]
+            else:
+                continue
+            found.append(executed)
+        if not found:
+            return [f"{name}: declared, but no matrix product ran in {scope}"]
+        wanted = (declared.x, declared.weight)
+        # An addmm lists the bias first; a weight rounded to FP32 carriers has one dtype, so only formats matter.
+        return [
+            f"{name}: declared x {wanted[0]}, weight {wanted[1]}; executed x {x}, weight {w}"
+            for x, w in found
+            if not _same((x, w), wanted)
+        ]
+
+    def _evidence(self, operator: Operator) -> list[str]:
+        records = [r for scope in self._scopes(operator) for r in self.by_scope.get(scope, ())]
+        pattern = _EVIDENCE[operator.kind]
+        if not any(pattern is None or pattern.fullmatch(r.op) for r in records):
+            return [f"{operator.name}: declared ({operator.kind}), but nothing of the kind ran in it"]
+        if operator.kind == "attention":
+            return self._attention_formats(operator.name, records)
+        return []
+
+    def _scopes(self, operator: Operator) -> tuple[str, ...]:
+        if operator.kind == "rotary":
+            parent = operator.name.removesuffix(".rotary")
+            return f"{parent}.rotary_emb", f"{parent}.rotary_emb.apply_rotary_emb", parent
+        if operator.kind == "attention":
+            return operator.name, f"{operator.name}.attn"
+        return (operator.name,)
+
+    def _attention_formats(self, name: str, records: list[Executed]) -> list[str]:
+        """q, k and v reach attention in the declared dtypes (seen where one op takes all three)."""
+        wanted = [self.graph.edge_by_key[name, t].format.dtype for t in "qkv"]
+        for record in records:
+            if "attention" in record.op and len(record.dtypes) >= 3:
+                seen = [_plain(d).dtype if _plain(d) else d for d in record.dtypes[:3]]
+                if seen != wanted:
+                    return [f"{name}: declared q, k, v {wanted}; executed {seen} in {record.op}"]
+        return []
+
+    def _residual(self, name: str) -> list[str]:
+        """An add in the decoder layer, or one fused into the norm behind it."""
+        layer, _, part = name.removesuffix(".residual_add").rpartition(".")
+        readers = [e.consumer for e in self.graph.edges if e.producer == name]
+        scopes = [layer, *(r.removesuffix(".x_quantizer") for r in readers)]
+        ran = [r for scope in scopes for r in self.by_scope.get(scope, ()) if "add" in r.op]
+        return [] if ran else [f"{name}: declared, but no addition ran in {layer} or the norm behind it ({part})"]
+
+    def _undeclared(self, gemm_scopes: set[str]) -> list[str]:
+        """Matrix products and FP8 ops outside every declared linear and attention."""
+        found = []
+        for scope, records in self.by_scope.items():
+            # A rotary table is made by an outer product, in FP32 on purpose.
+            if scope in gemm_scopes or scope.endswith("rotary_emb"):
+                continue
+            ops = sorted({r.op for r in records if r.op.startswith("jetrl::") or _is_gemm(r)})
+            found += [f"{scope or 'outside every module'}: {op} ran, but no linear is declared there" for op in ops]
+        return found
+
+
+def _formats(name: str, args: tuple) -> tuple[TensorFormat, ...]:
+    """What jetrl's ops made or read: quantizers say their format; a GEMM's weight format is read off its scales."""
+    if name in ("jetrl::quantize_tiles", "jetrl::quantize_blocks"):
+        granularity = "tile_1x128" if name.endswith("tiles") else "block_128x128"
+        return (TensorFormat("e4m3", granularity, args[1] if len(args) > 1 else "fp32"),)
+    if name == "jetrl::gemm_nt":
+        b, scale = args[2], args[3]
+        granularity = "tile_1x128" if scale.shape[0] == b.shape[0] else "block_128x128"
+        mantissa = (scale.view(torch.int32) & 0x7FFFFF) if scale.device.type != "meta" else None
+        pow2 = mantissa is not None and not bool((mantissa != 0).any())
+        return (TensorFormat("e4m3", granularity, "pow2" if pow2 else "fp32"),)
+    return ()
+
+
+def _is_gemm(record: Executed) -> bool:
+    return _GEMM.fullmatch(record.op.rpartition("::")[2]) is not None
+
+
+def _plain(dtype: str) -> TensorFormat | None:
+    try:
+        return format_of_dtype(dtype)
+    except ValueError:
+        return None
+
+
+def _same(executed: tuple, wanted: tuple[TensorFormat, TensorFormat]) -> bool:
+    return len(executed) == 2 and tuple(executed) == wanted
+
+
+def _layer(name: str) -> str | None:
+    return next((part for part in name.split(".") if part.isdigit()), None)
