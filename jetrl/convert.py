@@ -39,7 +39,9 @@ def convert(model: nn.Module, graph: PrecisionGraph) -> ConversionReport:
             Float8Linear.from_linear(module, fmt)
             report.swapped.append(name)
     if wanted:
-        raise ValueError(f"the precision graph assigns FP8 to {', '.join(sorted(wanted))}, which the model does not have")
+        raise ValueError(
+            f"the precision graph assigns FP8 to {', '.join(sorted(wanted))}, which the model does not have"
+        )
     return report
 
 

@@ -127,9 +127,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def fp8_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fmt: LinearFormat
-) -> torch.Tensor:
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fmt: LinearFormat) -> torch.Tensor:
     """F.linear with FP8 GEMMs and autograd. x (..., K) bfloat16 or float32, weight (N, K); returns (..., N) in x's dtype."""
     y = _Float8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, bias, fmt)
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -78,9 +78,7 @@ def test_merged_projection_gives_each_logical_matrix_its_own_bits():
     sizes = (576, 192, 192)
     parts = [torch.randn(n, 576) for n in sizes]
     quantized = [quantize_weight(p, "fp32") for p in parts]
-    merged = QuantizedWeight(
-        torch.cat([q.codes for q in quantized]), torch.cat([q.scale for q in quantized]), sizes
-    )
+    merged = QuantizedWeight(torch.cat([q.codes for q in quantized]), torch.cat([q.scale for q in quantized]), sizes)
     got = fprop(*quantize_input(x, "fp32"), merged, None, torch.bfloat16)
     want = torch.cat([fp8_linear(x, p, None, FP8) for p in parts], dim=1)
     assert torch.equal(got, want)

@@ -39,7 +39,9 @@ def test_small_differences_do_not_cancel():
 
 def test_a_nan_is_seen_and_an_empty_mask_gives_nothing():
     x = torch.zeros(1, 4)
-    assert math.isnan(mismatch_metrics(x, torch.tensor([[0.0, float("nan"), 0, 0]]), torch.ones(1, 4))["mismatch/k3_kl"])
+    assert math.isnan(
+        mismatch_metrics(x, torch.tensor([[0.0, float("nan"), 0, 0]]), torch.ones(1, 4))["mismatch/k3_kl"]
+    )
     assert mismatch_metrics(x, x, torch.zeros(1, 4)) == {}
 
 

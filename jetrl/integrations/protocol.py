@@ -9,3 +9,9 @@ REPORT_METHOD = "jetrl_report"
 def versions() -> dict[str, str]:
     """Versions that must be the same on both sides of a job."""
     return {name: importlib.metadata.version(name) for name in ("jetrl", "torch", "vllm")}
+
+
+def announce(text: str) -> None:
+    """One line for the job's log. Printed, not logged: VeRL, vLLM and TransferQueue each reconfigure logging in the worker,
+    and a message at level INFO was seen to vanish after the second of them."""
+    print(f"jetrl: {text}", flush=True)

@@ -21,7 +21,9 @@ PROMPTS = [[5, 9, 17, 33, 2], [7, 7, 1], list(range(40, 90))]
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def engine(request, tmp_path_factory):
     """(architecture, LLM) with the worker in this process, so that tests can look at its layers."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
+    )
     from vllm import LLM
 
     folder = save_checkpoint(request.param, tmp_path_factory.mktemp("model"))

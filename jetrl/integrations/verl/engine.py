@@ -1,6 +1,5 @@
 """VeRL's FSDP engine with jetrl's linear layers: the actor and the reference, before FSDP wraps them."""
 
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,13 +11,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from jetrl.convert import convert
 from jetrl.errors import UserError
+from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl.handshake import RolloutHandshake
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
 from jetrl.precision.graph import PrecisionGraph
-
-logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
 
 
 class JetFSDPEngine(FSDPEngineWithLMHead):
@@ -40,7 +37,7 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
         report = convert(module, self.precision_graph)
         if self.rank == 0:
             role = "reference" if self.engine_config.forward_only else "actor"
-            logger.info("jetrl: flow %s, %s: %s", self.flow.name, role, report)
+            announce(f"flow {self.flow.name}, {role}: {report}")
         self._handshake = RolloutHandshake(self.flow, self.precision_graph)
         self._last_sync: dict[str, float] = {}
         return module

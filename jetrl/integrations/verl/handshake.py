@@ -8,7 +8,6 @@ It runs at every sync, not only the first: that is what notices a rollout server
 """
 
 import asyncio
-import logging
 import re
 import time
 from dataclasses import dataclass
@@ -18,13 +17,10 @@ import torch
 from ray.util import list_named_actors
 
 from jetrl.errors import JobError
-from jetrl.integrations.protocol import REPORT_METHOD, versions
+from jetrl.integrations.protocol import REPORT_METHOD, announce, versions
 from jetrl.precision.flow import Flow
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.subgraph import check
-
-logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
 
 TIMEOUT_SECONDS = 120.0
 # vllm_server_<replica>_<node>: only node 0 of a replica has an engine to ask. Reward and teacher servers do not match.
@@ -77,18 +73,14 @@ class RolloutHandshake:
         if violations and self.flow.unified:
             raise JobError(violation_sentence(self.flow.name, violations))
         if violations:
-            logger.warning(
-                "jetrl: flow %s is not unified: %d edges of the rollout are not in the trainer's forward graph, e.g. %s",
-                self.flow.name,
-                len(violations),
-                violations[0],
+            announce(
+                f"flow {self.flow.name} is not unified: {len(violations)} edges of the rollout are not in the trainer's "
+                f"forward graph:\n" + "\n".join(f"  {v}" for v in violations)
             )
         else:
-            logger.info(
-                "jetrl: flow %s: the rollout's precision graph %s is a subgraph of the trainer's (%d workers)",
-                self.flow.name,
-                fresh[0].digest[:12],
-                len(reports),
+            announce(
+                f"flow {self.flow.name}: the rollout's precision graph {fresh[0].digest[:12]} is a subgraph of the "
+                f"trainer's ({len(reports)} rollout workers)"
             )
         self._agreed = {(r.process, r.digest) for r in reports}
 

@@ -64,7 +64,9 @@ class JetConfig(QuantizationConfig):
         distinct = set(formats.values())
         if len(distinct) > 1:
             described = ", ".join(f"{name}: {fmt.x if fmt else 'not in the graph'}" for name, fmt in formats.items())
-            raise UserError(f"{prefix} merges matrices of different formats ({described}); give them one format in the flow")
+            raise UserError(
+                f"{prefix} merges matrices of different formats ({described}); give them one format in the flow"
+            )
         fmt = distinct.pop()
         if fmt is None or not fmt.is_fp8:
             return UnquantizedLinearMethod()

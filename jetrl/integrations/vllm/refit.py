@@ -66,7 +66,9 @@ class WeightReceiver:
         try:
             self.stock_loader(self._staging, loaded_weight, *shard_id)
         except (AssertionError, RuntimeError) as e:
-            self._faults.append(f"{', '.join(names)} of shape {tuple(loaded_weight.shape)} does not fit the layer ({e})")
+            self._faults.append(
+                f"{', '.join(names)} of shape {tuple(loaded_weight.shape)} does not fit the layer ({e})"
+            )
             return
         self._received.update(names)
         if len(self._received) == len(self.names):
