@@ -5,10 +5,15 @@
 // Activations sit on the left of wgmma (64 rows, of which MR are loaded), weights on the right. Splitting k would change
 // the order of the sum, hence the bits, and is not done.
 //
-// Launched with programmatic stream serialization: while the kernel before this one still runs, the producer asks for its
-// weight rows to come into L2 (which is coherent, so a weight written by that kernel is never read stale), then waits.
+// A stage of the pipeline holds DEPTH blocks of 128 of k, each operand of it moved by one bulk copy: single blocks are so
+// small here that issuing their copies, not memory, would set the pace.
 //
-// Compiled by NVRTC (few_rows_gemm.py) with NR in {32, 64, 128}, MR in {8, 16, 32, 64}, STAGES, OUT_FLOAT in {0, 1}
+// Launched with programmatic stream serialization the kernel may start under the tail of the kernel in front. It then
+// loads weights before it waits for that kernel, and everything else after. So the kernel directly in front must not write
+// this weight and at the same time let its dependents start early (griddepcontrol.launch_dependents); one that starts
+// nothing early may. This kernel starts its own dependents only after its wait, which keeps the rule about one kernel.
+//
+// Compiled by NVRTC (few_rows_gemm.py) with NR in {16, 32, 64}, MR in {8, 16, 32, 64}, DEPTH, STAGES, OUT_FLOAT in {0, 1}
 // and WGMMA(d, a, b, accumulate) defined for NR.
 
 typedef unsigned int u32;
@@ -19,9 +24,9 @@ struct alignas(64) TensorMap {
 };
 
 constexpr u32 BLOCK_K = 128;
-constexpr u32 A_BYTES = MR * BLOCK_K;
-constexpr u32 W_BYTES = NR * BLOCK_K;
-constexpr u32 S_BYTES = 256;  // MR floats, padded so that every stage stays aligned
+constexpr u32 A_BLOCK = MR * BLOCK_K, A_BYTES = DEPTH * A_BLOCK;
+constexpr u32 W_BLOCK = NR * BLOCK_K, W_BYTES = DEPTH * W_BLOCK;
+constexpr u32 S_BLOCK = MR * 4, S_BYTES = DEPTH * S_BLOCK;
 constexpr u32 MATH_WARPS = 4;
 constexpr u32 ACC = NR / 2;
 
@@ -46,15 +51,16 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void bulk_copy(const TensorMap* map, u32 barrier, u32 destination, int x, int y) {
+__device__ __forceinline__ void copy_blocks(const TensorMap* map, u32 barrier, u32 destination, int row, int block) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            destination),
-        "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(destination), "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(block) : "memory");
 }
 
-__device__ __forceinline__ void prefetch_into_l2(const TensorMap* map, int x, int y) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+__device__ __forceinline__ void copy_scales(const TensorMap* map, u32 barrier, u32 destination, int block) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+            "r"(destination), "l"(map), "r"(barrier), "r"(0), "r"(block) : "memory");
 }
 
 // K-major operand with the 128-byte swizzle: groups of 8 rows are 1024 bytes apart.
@@ -92,6 +98,14 @@ __device__ __forceinline__ void add_scaled(float (&total)[ACC], const float (&pa
     }
 }
 
+template <int J>
+__device__ __forceinline__ void add_in_order(float (&total)[ACC], float (&partial)[DEPTH][ACC], const float (&upper)[DEPTH],
+                                             const float (&lower)[DEPTH]) {
+    finish_blocks<DEPTH - 1 - J>(partial[J]);
+    add_scaled(total, partial[J], upper[J], lower[J]);
+    if constexpr (J + 1 < DEPTH) add_in_order<J + 1>(total, partial, upper, lower);
+}
+
 #if OUT_FLOAT
 typedef float Out;
 __device__ __forceinline__ Out narrow(float x) { return x; }
@@ -117,8 +131,7 @@ __device__ __forceinline__ void store_row(Out* out, const float (&total)[ACC], u
 
 extern "C" __global__ void __launch_bounds__(32 * (MATH_WARPS + 1))
 few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap a_map,
-              const __grid_constant__ TensorMap s_map, const float* w_scale, Out* out, int m, int n, int k_blocks,
-              int prefetch_blocks) {
+              const __grid_constant__ TensorMap s_map, const float* w_scale, Out* out, int m, int n, int k_blocks) {
     extern __shared__ unsigned char unaligned[];
     const u32 base = (smem_address(unaligned) + 1023) & ~1023u;
     // wgmma reads 64 activation rows whatever MR is; the weights behind keep that inside the allocation.
@@ -126,6 +139,7 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
     const u32 full = s_at + STAGES * S_BYTES, empty = full + 8 * STAGES;
     const u32 warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int first_row = blockIdx.x * NR;
+    const int steps = (k_blocks + DEPTH - 1) / DEPTH;
 
     if (threadIdx.x == 0) {
 #pragma unroll
@@ -136,20 +150,28 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     if (warp == MATH_WARPS) {
         if (lane == 0) {
-            for (int kb = 0; kb < prefetch_blocks; ++kb) prefetch_into_l2(&w_map, kb * BLOCK_K, first_row);
+            const int early = steps < STAGES ? steps : STAGES;
+            for (int i = 0; i < early; ++i) {
+                barrier_expect(full + 8 * i, A_BYTES + W_BYTES + S_BYTES);
+                copy_blocks(&w_map, full + 8 * i, w_at + i * W_BYTES, first_row, i * DEPTH);
+            }
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            u32 stage = 0, parity = 1;
-            for (int kb = 0; kb < k_blocks; ++kb) {
+            for (int i = 0; i < early; ++i) {
+                copy_blocks(&a_map, full + 8 * i, a_at + i * A_BYTES, 0, i * DEPTH);
+                copy_scales(&s_map, full + 8 * i, s_at + i * S_BYTES, i * DEPTH);
+            }
+            asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+            u32 stage = 0, parity = 0;
+            for (int i = early; i < steps; ++i) {
                 const u32 barrier = full + 8 * stage;
                 barrier_wait(empty + 8 * stage, parity);
-                barrier_expect(barrier, A_BYTES + W_BYTES + 4 * MR);
-                bulk_copy(&w_map, barrier, w_at + stage * W_BYTES, kb * BLOCK_K, first_row);
-                bulk_copy(&a_map, barrier, a_at + stage * A_BYTES, kb * BLOCK_K, 0);
-                bulk_copy(&s_map, barrier, s_at + stage * S_BYTES, 0, kb);
+                barrier_expect(barrier, A_BYTES + W_BYTES + S_BYTES);
+                copy_blocks(&w_map, barrier, w_at + stage * W_BYTES, first_row, i * DEPTH);
+                copy_blocks(&a_map, barrier, a_at + stage * A_BYTES, 0, i * DEPTH);
+                copy_scales(&s_map, barrier, s_at + stage * S_BYTES, i * DEPTH);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
@@ -157,59 +179,36 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
     }
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const u32 upper_row = warp * 16 + lane / 4, lower_row = upper_row + 8;
     // NR divides 128, so the CTA's rows share one weight scale per 128 of k.
     const float* scale_row = w_scale + (long long)(first_row / 128) * k_blocks;
-    float total[ACC] = {}, even[ACC] = {}, odd[ACC] = {};
-    float even_upper = 0, even_lower = 0, odd_upper = 0, odd_lower = 0;
-    u32 stage = 0, parity = 0, previous = 0;
+    float total[ACC] = {}, partial[DEPTH][ACC] = {};
+    u32 stage = 0, parity = 0;
 
-    auto begin = [&](float (&partial)[ACC], float& upper, float& lower, int kb) {
-        const float w = __ldg(scale_row + kb);
+    for (int i = 0; i < steps; ++i) {
+        float upper[DEPTH], lower[DEPTH];
+#pragma unroll
+        for (u32 j = 0; j < DEPTH; ++j) {
+            const int block = i * DEPTH + j;
+            upper[j] = lower[j] = block < k_blocks ? __ldg(scale_row + block) : 0.0f;
+        }
         barrier_wait(full + 8 * stage, parity);
-        float a_upper = 0, a_lower = 0;
-        if (upper_row < MR)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_upper) : "r"(s_at + stage * S_BYTES + 4 * upper_row));
-        if (lower_row < MR)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_lower) : "r"(s_at + stage * S_BYTES + 4 * lower_row));
-        upper = a_upper * w, lower = a_lower * w;
-        start_block(partial, a_at + stage * A_BYTES, w_at + stage * W_BYTES);
-    };
-    auto advance = [&]() {
-        previous = stage;
+        // Blocks past the end were filled with zeros, and so were their scales: they add nothing.
+#pragma unroll
+        for (u32 j = 0; j < DEPTH; ++j) start_block(partial[j], a_at + stage * A_BYTES + j * A_BLOCK, w_at + stage * W_BYTES + j * W_BLOCK);
+#pragma unroll
+        for (u32 j = 0; j < DEPTH; ++j) {
+            float a_upper = 0, a_lower = 0;
+            const u32 at = s_at + stage * S_BYTES + j * S_BLOCK;
+            if (upper_row < MR) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_upper) : "r"(at + 4 * upper_row));
+            if (lower_row < MR) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_lower) : "r"(at + 4 * lower_row));
+            upper[j] *= a_upper, lower[j] *= a_lower;
+        }
+        // In order: each block is added only after the one before it.
+        add_in_order<0>(total, partial, upper, lower);
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
-    };
-    auto release = [&](u32 which) {
-        if (lane == 0) barrier_arrive(empty + 8 * which);
-    };
-
-    // Two blocks are on the tensor core at a time; each is added only after the one before it.
-    begin(even, even_upper, even_lower, 0);
-    advance();
-    int kb = 1;
-    for (; kb + 1 < k_blocks; kb += 2) {
-        u32 finished = previous;
-        begin(odd, odd_upper, odd_lower, kb);
-        advance();
-        finish_blocks<1>(even);
-        release(finished);
-        add_scaled(total, even, even_upper, even_lower);
-        finished = previous;
-        begin(even, even_upper, even_lower, kb + 1);
-        advance();
-        finish_blocks<1>(odd);
-        release(finished);
-        add_scaled(total, odd, odd_upper, odd_lower);
-    }
-    if (kb < k_blocks) {
-        begin(odd, odd_upper, odd_lower, kb);
-        finish_blocks<1>(even);
-        add_scaled(total, even, even_upper, even_lower);
-        finish_blocks<0>(odd);
-        add_scaled(total, odd, odd_upper, odd_lower);
-    } else {
-        finish_blocks<0>(even);
-        add_scaled(total, even, even_upper, even_lower);
     }
 
     const int first_column = first_row + 2 * (lane % 4);

@@ -12,12 +12,11 @@ import torch
 from jetrl_kernels.constants import TILE, ceil_div
 
 MAX_ROWS = 64
-# Shared memory of one CTA: two fit on a multiprocessor, so the next kernel's copies start under the tail of this one.
-_SHARED_BUDGET = 100 * 1024
+# Shared memory of one CTA: two fit on a multiprocessor, so the next kernel's weights arrive under the tail of this one.
+_SHARED_BUDGET = 110 * 1024
 _THREADS = 160
-_SCALE_STAGE_BYTES = 256
-# Weight tiles each CTA asks into L2 before it waits for the kernel in front.
-PREFETCH_BLOCKS = 32
+# Blocks of 128 of k that one bulk copy moves.
+_DEPTH = 4
 
 
 def _check(result: tuple):
@@ -42,15 +41,20 @@ def _wgmma_macro(weight_rows: int) -> str:
     )
 
 
+def _stage_bytes(row_class: int, weight_rows: int) -> int:
+    return _DEPTH * (TILE * (row_class + weight_rows) + 4 * row_class) + 16
+
+
 def _stages(row_class: int, weight_rows: int, k_blocks: int) -> int:
-    per_stage = TILE * (row_class + weight_rows) + _SCALE_STAGE_BYTES + 16
-    return max(2, min((_SHARED_BUDGET - 1024) // per_stage, 24, k_blocks))
+    steps = ceil_div(k_blocks, _DEPTH)
+    return max(2, min((_SHARED_BUDGET - 1024) // _stage_bytes(row_class, weight_rows), steps))
 
 
 def _shared_bytes(row_class: int, weight_rows: int, stages: int) -> int:
-    stage = TILE * (row_class + weight_rows) + _SCALE_STAGE_BYTES + 16
-    # The last activation stage is read as 64 rows: keep that inside the allocation.
-    return 1024 + max(stages * stage, (stages - 1) * TILE * row_class + TILE * MAX_ROWS)
+    # The last activation block is read as 64 rows: keep that inside the allocation.
+    return 1024 + max(
+        stages * _stage_bytes(row_class, weight_rows), (stages * _DEPTH - 1) * TILE * row_class + TILE * MAX_ROWS
+    )
 
 
 def compile_cubin(row_class: int, weight_rows: int, stages: int, out_float: bool) -> bytes:
@@ -64,6 +68,7 @@ def compile_cubin(row_class: int, weight_rows: int, stages: int, out_float: bool
         b"--std=c++17",
         f"-DMR={row_class}".encode(),
         f"-DNR={weight_rows}".encode(),
+        f"-DDEPTH={_DEPTH}".encode(),
         f"-DSTAGES={stages}".encode(),
         f"-DOUT_FLOAT={int(out_float)}".encode(),
     ]
@@ -90,35 +95,44 @@ def _kernel(device: int, row_class: int, weight_rows: int, stages: int, out_floa
     return function
 
 
-def _map(matrix: torch.Tensor, columns: int, rows: int, row_bytes: int, box: tuple[int, int], swizzle: bool):
-    """Bulk-copy map of a row-major matrix (columns fastest); copies beyond its edge read zeros."""
+def _encode(pointer: int, float32: bool, sizes: list[int], strides: list[int], box: list[int]):
+    """A bulk-copy map (fastest dimension first, strides in bytes); copies beyond an edge read zeros."""
     from cuda.bindings import driver as d
 
-    kind = d.CUtensorMapDataType
+    types, swizzles = d.CUtensorMapDataType, d.CUtensorMapSwizzle
     return _check(
         d.cuTensorMapEncodeTiled(
-            kind.CU_TENSOR_MAP_DATA_TYPE_UINT8 if swizzle else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-            2,
-            matrix.data_ptr(),
-            [d.cuuint64_t(columns), d.cuuint64_t(rows)],
-            [d.cuuint64_t(row_bytes)],
-            [d.cuuint32_t(box[0]), d.cuuint32_t(box[1])],
-            [d.cuuint32_t(1), d.cuuint32_t(1)],
+            types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if float32 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            len(sizes),
+            pointer,
+            [d.cuuint64_t(size) for size in sizes],
+            [d.cuuint64_t(stride) for stride in strides],
+            [d.cuuint32_t(extent) for extent in box],
+            [d.cuuint32_t(1)] * len(sizes),
             d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-            if swizzle
-            else d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if float32 else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
             d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
 
 
+def _code_map(codes: torch.Tensor, rows_of_box: int):
+    """(rows, K) seen as (K/128, rows, 128): one copy takes _DEPTH blocks of `rows_of_box` rows."""
+    (rows, k), stride = codes.shape, codes.stride(0)
+    return _encode(codes.data_ptr(), False, [TILE, rows, k // TILE], [stride, TILE], [TILE, rows_of_box, _DEPTH])
+
+
+def _scale_map(scale: torch.Tensor, rows_of_box: int):
+    rows, blocks = scale.shape
+    return _encode(scale.data_ptr(), True, [rows, blocks], [4 * scale.stride(1)], [rows_of_box, _DEPTH])
+
+
 def weight_rows_of_a_cta(n: int) -> int:
     """Few enough that all 132 multiprocessors of a Hopper GPU take part, more where activations would be re-read often."""
-    if n <= 32 * 264:
-        return 32
-    return 64 if n <= 64 * 264 else 128
+    if n <= 16 * 132:
+        return 16
+    return 32 if n <= 32 * 264 else 64
 
 
 def gemm_nt(
@@ -128,7 +142,6 @@ def gemm_nt(
     b_scale: torch.Tensor,
     out: torch.Tensor,
     weight_rows: int | None = None,
-    prefetch_blocks: int = PREFETCH_BLOCKS,
     overlap: bool = True,
 ) -> None:
     """out (M, N) bfloat16 or float32, contiguous = a b^T; M in 1..64; b_scale in blocks; layouts as in ops.py.
@@ -143,18 +156,13 @@ def gemm_nt(
     k_blocks = k // TILE
     stages = _stages(row_class, weight_rows, k_blocks)
     function = _kernel(a.device.index, row_class, weight_rows, stages, out.dtype == torch.float32)
-    maps = (
-        _map(b, k, n, b.stride(0), (TILE, weight_rows), True),
-        _map(a, k, m, a.stride(0), (TILE, row_class), True),
-        _map(a_scale, m, k_blocks, 4 * a_scale.stride(1), (row_class, 1), False),
-    )
+    maps = (_code_map(b, weight_rows), _code_map(a, row_class), _scale_map(a_scale, row_class))
     values = (
         ctypes.c_void_p(b_scale.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
         ctypes.c_int(m),
         ctypes.c_int(n),
         ctypes.c_int(k_blocks),
-        ctypes.c_int(min(prefetch_blocks, k_blocks)),
     )
     pointers = [int(m.getPtr()) for m in maps] + [ctypes.addressof(v) for v in values]
     parameters = (ctypes.c_void_p * len(pointers))(*pointers)

@@ -40,15 +40,16 @@ def _scaled_mm(a, a_scale, b, b_scale, tiled: bool, dtype: torch.dtype) -> torch
     m, padding = a.shape[0], -a.shape[0] % SCALE_ALIGNMENT
     if padding:
         a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
-        a_scale = a_scale.as_strided((m + padding, a_scale.shape[1]), a_scale.stride())
+        scale = new_column_major_scale(m + padding, a_scale.shape[1], a.device)
+        scale[:m], scale[m:] = a_scale, 0.0
+        a_scale = scale
     b_scale, recipe = (b_scale, ScalingType.BlockWise1x128) if tiled else (b_scale.t(), ScalingType.BlockWise128x128)
     out = F.scaled_mm(a, b.t(), a_scale, ScalingType.BlockWise1x128, b_scale, recipe, output_dtype=dtype)
     return out[:m] if padding else out
 
 
-def _takes_scaled_mm(a: torch.Tensor, b: torch.Tensor, tiled: bool) -> bool:
-    rows_of_b_fit = b.shape[0] % 16 == 0
-    return rows_of_b_fit and a.shape[0] >= _CUBLASLT_MIN_ROWS
+def _takes_scaled_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return b.shape[0] % 16 == 0 and a.shape[0] >= _CUBLASLT_MIN_ROWS
 
 
 def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
@@ -65,14 +66,14 @@ def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(m, n, dtype=dtype, device=a.device)
         backends.deep_gemm().fp8_gemm_nt((a, a_scale), (b, b_scale), out, disable_ue8m0_cast=True)
         return out
-    if backend != "triton" and _takes_scaled_mm(a, b, False):
+    if backend != "triton" and _takes_scaled_mm(a, b):
         return _scaled_mm(a, a_scale, b, b_scale, False, dtype)
     return gemm_triton.gemm_nt(a, a_scale, b, b_scale, False, dtype)
 
 
 def _tiles(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
     """wgrad without accumulation: both operands in tiles along tokens."""
-    if backends.current().gemm != "triton" and dtype == torch.bfloat16 and _takes_scaled_mm(a, b, True):
+    if backends.current().gemm != "triton" and dtype == torch.bfloat16 and _takes_scaled_mm(a, b):
         return _scaled_mm(a, a_scale, b, b_scale, True, dtype)
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     _accumulate_tiles(a, a_scale, b, b_scale, out)
@@ -85,7 +86,7 @@ def _accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
         backends.deep_gemm().fp8_gemm_nt(
             (a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, TILE), disable_ue8m0_cast=True
         )
-    elif backend == "cublaslt" and _takes_scaled_mm(a, b, True):
+    elif backend == "cublaslt" and _takes_scaled_mm(a, b):
         out += _scaled_mm(a, a_scale, b, b_scale, True, torch.float32)
     else:
         gemm_triton.gemm_nt_accumulate(a, a_scale, b, b_scale, out)

@@ -32,7 +32,7 @@ def load_float32(x, row, col, m, k, stride_m, stride_k):
 @triton.jit
 def store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
     """Quantize (ROWS, 128) along columns and write it where it came from."""
-    s = scale_of(tl.max(magnitude_bits(value), axis=1), POW2)
+    s = scale_of(tl.max(magnitude_bits(value), axis=1), POW2, INTERPRETED)
     code = encode(value, s[:, None], INTERPRETED)
     tl.store(codes + row[:, None] * kp + col[None, :], code, mask=(row < m)[:, None])
     tl.store(scale + tile * stride_scale + row, s, mask=row < m)
@@ -43,7 +43,7 @@ def _store_columns(
     x0, x1, x2, x3, words, scale, col, tile, k, mp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
 ):
     """Quantize 128 rows along rows and write them transposed; x_i (32, COLUMNS) holds the rows 4r + i."""
-    s = scale_of(tl.max(max_bits4(x0, x1, x2, x3), axis=0), POW2)
+    s = scale_of(tl.max(max_bits4(x0, x1, x2, x3), axis=0), POW2, INTERPRETED)
     word = tl.trans(encode4(x0, x1, x2, x3, s[None, :], INTERPRETED))
     at = tile * 32 + tl.arange(0, 32)
     tl.store(words + col[:, None] * (mp // 4) + at[None, :], word, mask=(col < k)[:, None])

@@ -14,6 +14,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _FLOOR = tl.constexpr(AMAX_FLOOR)
+_ONE_448TH = tl.constexpr(1.0 / 448.0)
 # Below this, a tile is lifted by _LIFT so that the remainder of the division stays a normal number.
 _SMALL_SCALE = tl.constexpr(2.0**-40)
 _LIFT = tl.constexpr(2.0**64)
@@ -26,14 +27,35 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def scale_of(amax_bits, POW2: tl.constexpr):
-    """Dequantization scale (float32) from the largest magnitude (its bits); NaN where that magnitude is not finite."""
+def scale_of(amax_bits, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Dequantization scale (float32) from the largest magnitude (its bits); NaN where that magnitude is not finite.
+
+    Compiled, amax / 448 is a product with 1/448 and one correction by the remainder. That is the IEEE quotient: 448 is
+    7 * 2**6, so no quotient comes nearer than 1/14 ulp to the middle of two floats, and the corrected one is off by less.
+    """
     amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), _FLOOR)
-    scale = tl.math.div_rn(amax, 448.0)
+    if INTERPRETED:
+        scale = tl.math.div_rn(amax, 448.0)
+    else:
+        scale = amax * _ONE_448TH
+        scale = tl.fma(tl.fma(scale, -448.0, amax), _ONE_448TH, scale)
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(amax_bits >= _INFINITY_BITS, float("nan"), scale)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x, for normal x and normal 1 / x: the hardware's approximation (one ulp), corrected once.
+
+    The correction cannot reach 1 / x where the significand of x is all ones (it lands on a tie), so that one is written.
+    """
+    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    r = tl.fma(tl.fma(x, r, -1.0), -r, r)
+    bits = x.to(tl.int32, bitcast=True)
+    all_ones = (0x7E800001 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7FFFFF) == 0x7FFFFF, all_ones, r)
 
 
 @triton.jit
@@ -53,8 +75,8 @@ def _code_by_integers(q):
 def quotient(x, scale, INTERPRETED: tl.constexpr):
     """x / scale, near enough to the IEEE quotient that every E4M3 code is the same; `scale` broadcasts against `x`.
 
-    Compiled, it is x times the reciprocal (one IEEE division per tile), then one correction by the exact remainder. A
-    code could differ only where the quotient lies within 2**-22 ulp of half an ulp from an E4M3 rounding boundary;
+    Compiled, it is x times the reciprocal, then one correction by the exact remainder. A code could differ
+    only where the quotient lies within 2**-22 ulp of half an ulp from an E4M3 rounding boundary;
     tests/kernels/test_quotient.py walks all such pairs and finds none wrong. An IEEE division per element costs about
     three times the instructions. The remainder is taken negated because that keeps the sign of a zero.
     """
@@ -63,7 +85,7 @@ def quotient(x, scale, INTERPRETED: tl.constexpr):
     else:
         lift = tl.where(scale < _SMALL_SCALE, _LIFT, 1.0)
         divisor = scale * lift
-        reciprocal = tl.math.div_rn(1.0, divisor)
+        reciprocal = _reciprocal(divisor)
         dividend = x * lift
         q = dividend * reciprocal
         return tl.fma(tl.fma(q, divisor, -dividend), -reciprocal, q)

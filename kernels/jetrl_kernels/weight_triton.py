@@ -43,7 +43,7 @@ def _blocks_kernel(
     w1 = _load_rounded(w, row + 1, col, n, k, stride_n, stride_k, INTERPRETED)
     w2 = _load_rounded(w, row + 2, col, n, k, stride_n, stride_k, INTERPRETED)
     w3 = _load_rounded(w, row + 3, col, n, k, stride_n, stride_k, INTERPRETED)
-    s = scale_of(tl.max(tl.max(max_bits4(w0, w1, w2, w3), axis=1), axis=0), POW2)
+    s = scale_of(tl.max(tl.max(max_bits4(w0, w1, w2, w3), axis=1), axis=0), POW2, INTERPRETED)
     at = codes + row[:, None] * kp + col[None, :]
     tl.store(at, encode(w0, s, INTERPRETED))
     tl.store(at + kp, encode(w1, s, INTERPRETED))

@@ -1,6 +1,7 @@
 """The compiled quotient (reciprocal, one correction) gives the IEEE quotient wherever that could change an E4M3 code.
 
-Corrected once, the quotient is RN(x / scale + d) with |d| below about 2**-22 ulp. A code can then differ from that of
+Its reciprocal starts from the hardware's approximation, off by at most one ulp (PTX ISA, rcp.approx.ftz.f32), here tried
+off by up to two each way. Corrected once, the quotient is RN(x / scale + d) with |d| below about 2**-22 ulp. A code can then differ from that of
 RN(x / scale) only if x / scale lies that close to m +- half an ulp, m an E4M3 rounding boundary. Boundaries have 5
 significant bits; scaled to significands there are 16. For each boundary, each side and each 24-bit significand of x the
 critical scales are the integers next to the exact solution, and only those within 2**-14 (in units of the scale's last
@@ -19,6 +20,15 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     bits = total.view(np.int64)
     toward_odd = np.where((error > 0) == (total > 0), 1, -1)
     return (bits + np.where((error != 0) & (bits & 1 == 0), toward_odd, 0)).view(np.float64).astype(np.float32)
+
+
+def _reciprocal(x: np.ndarray, ulps: int) -> np.ndarray:
+    """rounding_triton._reciprocal, from an approximation that is `ulps` off."""
+    r = ((np.float32(1) / x).view(np.int32) + ulps).view(np.float32)
+    r = _fma(_fma(x, r, np.full_like(x, -1)), -r, r)
+    bits = x.view(np.int32)
+    all_ones = (0x7E800001 - (bits & 0x7F800000)).view(np.float32)
+    return np.where(bits & 0x7FFFFF == 0x7FFFFF, all_ones, r)
 
 
 def _critical_pairs():
@@ -40,9 +50,18 @@ def _critical_pairs():
 def test_one_correction_is_enough_on_every_critical_pair():
     tried = 0
     for x, scale in _critical_pairs():
-        reciprocal = np.float32(1) / scale
-        q = x * reciprocal
-        q = _fma(_fma(q, scale, -x), -reciprocal, q)
-        assert np.array_equal(q, x / scale)
+        for ulps in (-2, -1, 0, 1, 2):
+            reciprocal = _reciprocal(scale, ulps)
+            q = x * reciprocal
+            q = _fma(_fma(q, scale, -x), -reciprocal, q)
+            assert np.array_equal(q, x / scale)
         tried += len(x)
     assert tried > 10_000
+
+
+def test_corrected_product_with_one_448th_is_the_ieee_quotient_for_every_significand():
+    amax = np.arange(1 << 23, 1 << 24).astype(np.float32)
+    one_448th = np.float32(1 / 448)
+    scale = amax * one_448th
+    scale = _fma(_fma(scale, np.full_like(amax, -448), amax), np.full_like(amax, one_448th), scale)
+    assert np.array_equal(scale, amax / np.float32(448))
