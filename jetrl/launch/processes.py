@@ -25,11 +25,11 @@ class Orphans:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._before = descendants(os.getpid()) if self._linux else set()
 
-    def end(self, grace: float = GRACE_SECONDS) -> None:
+    def end(self) -> None:
         """Wait for new descendants to leave, then kill those that stay, and collect them all."""
         if not self._linux:
             return
-        deadline = time.monotonic() + grace
+        deadline = time.monotonic() + GRACE_SECONDS
         while left := self._living():
             if time.monotonic() >= deadline:
                 for pid in left:

@@ -43,7 +43,8 @@ def check(cfg: DictConfig) -> None:
                 raise UserError(
                     f"{path}.{key} is not a key of VeRL's {cls.__name__}{closest(str(key), names)}; remove or correct it"
                 )
-            if not OmegaConf.is_missing(node, key):
+            # An interpolation is checked where the value stands, under the key that the user set.
+            if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
                 _check_type(f"{path}.{key}", hints[key], node[key])
 
 
