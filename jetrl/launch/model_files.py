@@ -33,17 +33,26 @@ def read_config(path: str) -> dict:
 
 
 def _fetch(repository: str) -> Path:
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415  (not needed for a folder)
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging as hub_logging
 
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # its warnings about retries would stand before the one sentence
     try:
         return Path(hf_hub_download(repository, "config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+    except LocalEntryNotFoundError as e:
+        reason = "no connection, and it is not in the local cache"
+        cause = e
+    except (HfHubHTTPError, OSError) as e:
         reason = next(iter(str(e).splitlines()), type(e).__name__).strip().rstrip(".")
-        raise UserError(
-            f"actor_rollout_ref.model.path={repository} is no folder and could not be fetched from Hugging Face "
-            f"({reason}); give the path of a model folder"
-        ) from e
+        cause = e
+    finally:
+        hub_logging.set_verbosity(verbosity)
+    raise UserError(
+        f"actor_rollout_ref.model.path={repository} is no folder and could not be fetched from Hugging Face ({reason}); "
+        "give the path of a model folder"
+    ) from cause
 
 
 def parameter_count(path: str) -> int:
