@@ -174,9 +174,12 @@ def backend_lines() -> list[str]:
     """GEMM and quantizer backends of jetrl_kernels, a line each."""
     if find_spec("jetrl_kernels.backends") is None:
         return ["torch reference (the only backend of this jetrl_kernels)"]
-    from jetrl_kernels import backends
+    from jetrl_kernels.backends import describe_backends
 
-    return [str(line) for line in backends.describe()]
+    try:
+        return [f"{what}: {value}" for what, value in describe_backends().items()]
+    except ValueError as e:
+        raise UserError(str(e)) from e
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def probed(model):
 
 
 def converted(architecture, assignment):
-    model = build_model(architecture).eval()
+    model = build_model(architecture).eval().to(torch.bfloat16)
     convert(model, build_training_graph(model, assignment))
     return model
 

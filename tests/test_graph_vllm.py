@@ -136,3 +136,50 @@ def test_float32_carriers_are_read_from_the_model(vllm_model):
     violations = check(graph, declared("qwen3", FP8, training=True))
     assert violations and {v.key for v in violations} == {"actor_rollout_ref.rollout.dtype"}
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_block_fp8_layers_are_described_by_the_kernel_they_selected(vllm_model):
+    """VeRL's rollout.quantization=fp8 is vLLM's Fp8LinearMethod on 128x128 blocks, which this CPU may not select a kernel for.
+
+    So its method and kernels are constructed here without the selection; what they say of themselves is real.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    model = vllm_model("qwen3", None)
+    layer = model.model.layers[0].mlp.down_proj
+    name = "model.layers.0.mlp.down_proj"
+    with set_current_vllm_config(VllmConfig()):
+        layer.quant_method = method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+        method.quant_config = Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[128, 128])
+        method.weight_quant_key, method.activation_quant_key = block_keys()
+        config = FP8ScaledMMLinearLayerConfig(
+            weight_quant_key=method.weight_quant_key, activation_quant_key=method.activation_quant_key,
+            weight_shape=(256, 512), input_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
+        )  # fmt: skip
+        seen = {}
+        for kernel in (TritonFp8BlockScaledMMKernel, DeepGemmFp8BlockScaledMMKernel, CPUFp8BlockScaledMMKernel):
+            method.fp8_linear = kernel(config)
+            fmt = build_rollout_graph(model).linear_format(name)
+            seen[kernel.__name__] = (str(fmt.x), str(fmt.weight))
+        # On Hopper DeepGEMM rounds scales up to powers of two unless VLLM_USE_DEEP_GEMM_E8M0=0.
+        method.fp8_linear = DeepGemmFp8BlockScaledMMKernel(config)
+        method.fp8_linear.use_deep_gemm_e8m0 = True
+        hopper = build_rollout_graph(model).linear_format(name)
+    fp32 = ("e4m3 tile_1x128 fp32-scale", "e4m3 block_128x128 fp32-scale")
+    assert seen["TritonFp8BlockScaledMMKernel"] == seen["DeepGemmFp8BlockScaledMMKernel"] == fp32
+    # vLLM's CPU kernel keeps activations BF16.
+    assert seen["CPUFp8BlockScaledMMKernel"] == ("bf16", "e4m3 block_128x128 fp32-scale")
+    assert str(hopper.x) == "e4m3 tile_1x128 pow2-scale" and hopper == declared(
+        "qwen3", load_flow("fp8_vllm").rollout
+    ).linear_format(name)
+
+
+def block_keys():
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+    return kFp8Static128BlockSym, kFp8Dynamic128Sym

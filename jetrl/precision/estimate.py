@@ -29,6 +29,8 @@ class Estimate:
     kv_bytes_per_token: int
     saved_bytes_per_token: int
     saved_bytes_per_token_bf16: int
+    checkpointed: bool
+    checkpointed_bytes_per_token: int
     sync_bytes: int
     sync_bytes_fp8: int
     fp8_flop_share: float
@@ -63,6 +65,8 @@ def estimate(infer: PrecisionGraph, train: PrecisionGraph, bf16_train: Precision
         kv_bytes_per_token=_kv_bytes(infer),
         saved_bytes_per_token=sum(saved_bytes(train).values()),
         saved_bytes_per_token_bf16=sum(saved_bytes(bf16_train).values()),
+        checkpointed=job.checkpointing,
+        checkpointed_bytes_per_token=_checkpointed_bytes(train, job),
         sync_bytes=count * plain,
         sync_bytes_fp8=fp8_bytes + rest * plain,
         fp8_flop_share=_fp8_share(train, job),
@@ -94,6 +98,15 @@ def saved_bytes(train: PrecisionGraph) -> dict[str, int]:
         kind = train.operator_by_name[_forward_name(train, edge.consumer)].kind
         result[kind] = result.get(kind, 0) + _tensor_bytes(_width(train, edge), edge.format)
     return result
+
+
+def _checkpointed_bytes(train: PrecisionGraph, job: Job) -> int:
+    """Gradient checkpointing by decoder layer: the stream into every layer, and one layer's tensors at a time."""
+    layers = max(1, sum(1 for o in train.operators if o.kind == "attention"))
+    stream = next(o.shape[1] for o in train.operators if o.kind == "embedding") * ELEMENT_BYTES[job.train_carrier.dtype]
+    saved = saved_bytes(train)
+    outside = sum(saved.pop(kind, 0) for kind in ("lm_head", "log_softmax"))
+    return layers * stream + sum(saved.values()) // layers + outside
 
 
 def _forward_name(graph: PrecisionGraph, name: str) -> str:

@@ -83,8 +83,11 @@ class PrecisionGraph:
 
     def linear_names(self) -> list[str]:
         """Canonical names of every linear layer, FP8 or not, in model order (lm_head last)."""
-        names = [o.name for o in self.operators if o.kind in ("linear", "lm_head")]
-        return sorted(names, key=model_order)
+        return list(self._linear_names)
+
+    @cached_property
+    def _linear_names(self) -> list[str]:
+        return sorted((o.name for o in self.operators if o.kind in ("linear", "lm_head")), key=model_order)
 
     def linear_format(self, name: str) -> LinearFormat | None:
         """Formats of the three GEMMs of linear `name`, or None when the graph has no such linear with both operands.
@@ -111,7 +114,11 @@ class PrecisionGraph:
 
     def fp8_linear_names(self) -> list[str]:
         """Canonical names of the linears whose forward runs in FP8, in model order."""
-        formats = {name: self.linear_format(name) for name in self.linear_names()}
+        return list(self._fp8_linear_names)
+
+    @cached_property
+    def _fp8_linear_names(self) -> list[str]:
+        formats = {name: self.linear_format(name) for name in self._linear_names}
         return [name for name, fmt in formats.items() if fmt is not None and fmt.is_fp8]
 
     def forward(self) -> "PrecisionGraph":

@@ -90,12 +90,14 @@ def table(lines: list[Row]) -> str:
 def estimate_lines(e: Estimate) -> list[str]:
     """What the flow costs and saves, a line each."""
     return [
-        f"parameters          {e.parameters / 1e9:.3f} B",
+        f"parameters          {e.parameters / 1e9:.2f} billion"
+        if e.parameters > 5e8
+        else f"parameters          {e.parameters / 1e6:.2f} million",
         f"rollout weights     {size(e.rollout_weight_bytes)} (BF16: {size(e.rollout_weight_bytes_bf16)})",
         f"training state      {size(e.training_state_bytes)} over all GPUs (master, Adam, gradient)",
         f"KV cache            {size(e.kv_bytes_per_token)} a token",
-        f"kept for backward   {size(e.saved_bytes_per_token)} a token without recomputation "
-        f"(BF16: {size(e.saved_bytes_per_token_bf16)})",
+        f"kept for backward   {size(e.saved_bytes_per_token)} a token (BF16: {size(e.saved_bytes_per_token_bf16)})"
+        + (f"; {size(e.checkpointed_bytes_per_token)} with gradient checkpointing, as set" if e.checkpointed else ""),
         f"weight sync         {size(e.sync_bytes)}; as FP8 codes and scales {size(e.sync_bytes_fp8)}",
         f"FLOPs in FP8        {100 * e.fp8_flop_share:.0f} % of a training step's matrix products",
         f"estimated gain      decode {e.decode_gain:.2f}x, linear layers of the update {e.update_gain:.2f}x, "
