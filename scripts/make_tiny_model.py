@@ -53,6 +53,12 @@ CHAT_TEMPLATE = (
 )
 
 
+def tokenizer_texts(train: list[Problem], seed: int) -> list[str]:
+    """What the tokenizer learns its words from: the task's questions, some word problems, and the chat roles."""
+    words = itertools.islice(problem_stream(load_task("gsm_symbolic"), seed), 500)
+    return [f"{p.question}\nuser\nassistant\nsystem\n{p.answer}" for p in (*train, *words)]
+
+
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE with VOCAB_SIZE tokens: any text can be written, digits stay single, the task's words are one token."""
     tokenizer = Tokenizer(models.BPE())
@@ -197,9 +203,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     splits = generate(load_task("arithmetic"))
-    words = itertools.islice(problem_stream(load_task("gsm_symbolic"), args.seed), 500)
-    texts = [f"{p.question}\nuser\nassistant\nsystem\n{p.answer}" for p in (*splits["train"], *words)]
-    tokenizer = make_tokenizer(texts)
+    tokenizer = make_tokenizer(tokenizer_texts(splits["train"], args.seed))
     model = make_model(tokenizer, args.seed)
     reached = warm_up(model, tokenizer, splits["val"], args.seed)
 
