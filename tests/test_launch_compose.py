@@ -88,10 +88,10 @@ def test_the_file_logger_cannot_be_lost(tmp_path):
 
 
 def test_token_level_truncated_importance_sampling_is_one_key(tmp_path):
+    assert composed(tmp_path, "algorithm=dapo").algorithm.rollout_correction.rollout_is is None
     for algorithm in options("algorithm"):
         cfg = composed(tmp_path, f"algorithm={algorithm}", "algorithm.rollout_correction.rollout_is=token")
         assert cfg.algorithm.rollout_correction.rollout_is == "token"
-        assert composed(tmp_path, f"algorithm={algorithm}").algorithm.rollout_correction.rollout_is is None
 
 
 def test_resume_becomes_verls_keys(tmp_path):
@@ -115,8 +115,6 @@ def test_own_data_files_switch_the_task_off(tmp_path):
     ("word", "parts"),
     [
         ("actor_rollout_ref.actor.optim.lrr=1", ["did you mean actor_rollout_ref.actor.optim.lr?"]),
-        ("foo.bar=1", ["foo.bar=1", "is not a key"]),
-        ("run.foo=1", ["run.foo is not a key"]),
         ("+run.foo=1", ["run.foo is not a key of run; allowed: name, dir"]),
         ("run.name=a/b", ["run.name=a/b"]),
         ("resume=maybe", ["resume=maybe", "auto, disable"]),

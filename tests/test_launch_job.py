@@ -37,10 +37,18 @@ def child(script):
     return lambda config: [sys.executable, "-c", script, str(config)]
 
 
-@pytest.fixture
-def cfg(tmp_path):
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Composed once (a second each); its paths are under a folder of its own."""
+    folder = tmp_path_factory.mktemp("base")
     small = ["task.train_size=64", "task.val_size=8"]
-    return composed(tmp_path, f"trainer.total_training_steps={STEPS}", *small)
+    return folder, OmegaConf.to_yaml(composed(folder, f"trainer.total_training_steps={STEPS}", *small))
+
+
+@pytest.fixture
+def cfg(base, tmp_path):
+    folder, text = base
+    return OmegaConf.create(text.replace(str(folder), str(tmp_path)))
 
 
 @pytest.fixture
