@@ -37,12 +37,16 @@ def convert(gguf: Path, out: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(**source)
+    # The GGUF file names <|im_start|> as the end; as published, a turn ends with <|im_end|>, which also pads.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     # VeRL masks logits beyond the tokenizer in the rollout only; equal sizes leave nothing to mask.
     if len(tokenizer) != model.config.vocab_size:
         raise SystemExit(f"{gguf} has {len(tokenizer)} tokens and {model.config.vocab_size} embedding rows")
     if tokenizer.chat_template is None:
         raise SystemExit(f"{gguf} has no chat template, which VeRL needs")
-    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         folder = Path(temporary) / "model"

@@ -225,6 +225,8 @@ def save(model, tokenizer, out: Path) -> None:
         folder = Path(temporary) / "model"
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)  # safetensors writes 0600, which a package installed for all users must not have
         if out.exists():
             shutil.rmtree(out)
         folder.rename(out)

@@ -52,6 +52,13 @@ pin() {
 interrupted() {
     kill -- "-$1" 2>/dev/null || true
     wait "$1" 2>/dev/null || true
+    # The group's head is gone; what it had started may still be on its way out.
+    local turn
+    for turn in {1..50}; do
+        kill -0 -- "-$1" 2>/dev/null || break
+        ((turn < 50)) || kill -KILL -- "-$1" 2>/dev/null || true
+        sleep 0.1
+    done
     printf '\nsetup: interrupted; run it again to go on.\n' >&2
     exit 130
 }

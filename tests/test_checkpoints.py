@@ -1,5 +1,6 @@
 """Checkpoints: what counts as whole, what VeRL is made to resume from, and that a real kill loses only what was unfinished."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -237,58 +238,73 @@ def test_an_asynchronous_save_is_refused_and_not_marked(tmp_path):
 
 # --- a real kill ---
 
-# Saves as VeRL does: actor shards, data.pt, then the tracker opened for writing (which empties it) and written, then
-# the callback. It stops to be killed where asked; `mid_file` is killed while torch.save is writing 200 MB.
-WRITER = """
-import sys, time
+# A server that imports torch once and forks a job for each line "<stop_at> <folder>". The job saves as VeRL does: actor
+# shards, data.pt, then the tracker opened for writing (which empties it) and written, then the callback. It says KILL
+# where it is to be killed and sleeps there; in `mid_file` it does not sleep but goes on to torch.save 200 MB.
+SERVER = """
+import os, sys, time
 from pathlib import Path
 import torch
 from jetrl.launch.checkpoints import MarkWholeCallback, TRACKER
 
-root, stop_at = Path(sys.argv[1]), sys.argv[2]
-tensors = [torch.zeros(2_500_000) for _ in range(20)]
+def job(stop_at, root):
+    def here(place):
+        if step == 4 and place == stop_at:
+            print("KILL", os.getpid(), flush=True)
+            if place != "mid_file":
+                time.sleep(60)
 
-def here(place, step):
-    if step == 4 and place == stop_at:
-        print("KILL", flush=True)
-        time.sleep(60)
+    for step in range(1, 5):
+        folder = root / f"global_step_{step}"
+        (folder / "actor").mkdir(parents=True)
+        model = {"step": step, "weight": torch.full((1000,), float(step))}
+        torch.save(model, folder / "actor" / "model_world_size_1_rank_0.pt")
+        here("between_files")
+        here("mid_file")
+        state = [torch.zeros(2_500_000) for _ in range(20 if step == 4 else 1)]
+        torch.save({"step": step, "state": state}, folder / "actor" / "optim_world_size_1_rank_0.pt")
+        torch.save({"step": step}, folder / "data.pt")
+        here("before_tracker")
+        with open(root / TRACKER, "w") as f:
+            here("tracker_empty")
+            f.write(str(step))
+        here("before_marker")
+        MarkWholeCallback().on_save(None, step, str(folder))
 
-for step in range(1, 5):
-    folder = root / f"global_step_{step}"
-    (folder / "actor").mkdir(parents=True)
-    small = {"step": step, "weight": torch.full((1000,), float(step))}
-    torch.save(small, folder / "actor" / "model_world_size_1_rank_0.pt")
-    here("between_files", step)
-    big = tensors if (step, stop_at) == (4, "mid_file") else tensors[:1]
-    if step == 4 and stop_at == "mid_file":
-        print("KILL", flush=True)
-    torch.save({"step": step, "state": big}, folder / "actor" / "optim_world_size_1_rank_0.pt")
-    torch.save({"step": step}, folder / "data.pt")
-    here("before_tracker", step)
-    with open(root / TRACKER, "w") as f:
-        here("tracker_empty", step)
-        f.write(str(step))
-    here("before_marker", step)
-    MarkWholeCallback().on_save(None, step, str(folder))
+for line in sys.stdin:
+    stop_at, root = line.rstrip().split(" ", 1)
+    pid = os.fork()
+    if pid == 0:
+        job(stop_at, Path(root))
+        os._exit(0)
+    print("ENDED", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize("stop_at", ["between_files", "mid_file", "tracker_empty", "before_marker"])
-def test_kill_amid_a_save_leaves_the_checkpoint_before_it_resumable(tmp_path, stop_at):
-    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), stop_at], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout.readline() == "KILL\n"
-        half = tmp_path / "global_step_4" / "actor" / "optim_world_size_1_rank_0.pt"
-        deadline = time.monotonic() + 30
-        # Kill when the first megabyte is down: the other 199 take far longer than this loop's turn.
-        while stop_at == "mid_file" and not (half.exists() and half.stat().st_size > 1e6):
-            assert time.monotonic() < deadline
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+@pytest.fixture(scope="module")
+def jobs():
+    # One thread: a forked child has none of the pool that its parent may have started.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, text=True, **pipes) as server:
+        yield server
+        server.stdin.close()
 
-    assert child.returncode == -signal.SIGKILL
+
+@pytest.mark.parametrize("stop_at", ["between_files", "mid_file", "before_tracker", "tracker_empty", "before_marker"])
+def test_kill_amid_a_save_leaves_the_checkpoint_before_it_resumable(jobs, tmp_path, stop_at):
+    jobs.stdin.write(f"{stop_at} {tmp_path}\n")
+    jobs.stdin.flush()
+    word, pid = jobs.stdout.readline().split()
+    assert word == "KILL"
+    half = tmp_path / "global_step_4" / "actor" / "optim_world_size_1_rank_0.pt"
+    deadline = time.monotonic() + 30
+    # Killed when the first megabyte is down: the other 199 take far longer than this loop's turn.
+    while stop_at == "mid_file" and not (half.exists() and half.stat().st_size > 1e6):
+        assert time.monotonic() < deadline
+    os.kill(int(pid), signal.SIGKILL)
+    assert jobs.stdout.readline() == f"ENDED {-signal.SIGKILL}\n"
+
     if stop_at == "mid_file":
         assert 0 < half.stat().st_size < 20 * 10_000_000
     assert repair_tracker(tmp_path, silent) == 3

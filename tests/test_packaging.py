@@ -94,7 +94,12 @@ def test_an_interrupted_install_ends_its_children_and_leaves_no_stamp(checkout):
     assert code == 130
     assert "setup: interrupted; run it again to go on." in err
     assert not (checkout / ".venv" / "jetrl.installed").exists()
-    assert not any(str(checkout).encode() in _command_line(p) for p in Path("/proc").iterdir() if p.name.isdigit())
+    assert _processes_naming(checkout) == []
+
+
+def _processes_naming(folder: Path) -> list[bytes]:
+    lines = (_command_line(p) for p in Path("/proc").iterdir() if p.name.isdigit())
+    return [line for line in lines if str(folder).encode() in line]
 
 
 def _command_line(process: Path) -> bytes:
