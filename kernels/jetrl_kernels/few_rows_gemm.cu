@@ -27,6 +27,7 @@ constexpr u32 BLOCK_K = 128;
 constexpr u32 A_BLOCK = MR * BLOCK_K, A_BYTES = DEPTH * A_BLOCK;
 constexpr u32 W_BLOCK = NR * BLOCK_K, W_BYTES = DEPTH * W_BLOCK;
 constexpr u32 S_BLOCK = MR * 4, S_BYTES = DEPTH * S_BLOCK;
+constexpr u32 GROUP = DEPTH < 4 ? DEPTH : 4;  // blocks on the tensor core at a time
 constexpr u32 MATH_WARPS = 4;
 constexpr u32 ACC = NR / 2;
 
@@ -99,11 +100,11 @@ __device__ __forceinline__ void add_scaled(float (&total)[ACC], const float (&pa
 }
 
 template <int J>
-__device__ __forceinline__ void add_in_order(float (&total)[ACC], float (&partial)[DEPTH][ACC], const float (&upper)[DEPTH],
-                                             const float (&lower)[DEPTH]) {
-    finish_blocks<DEPTH - 1 - J>(partial[J]);
+__device__ __forceinline__ void add_in_order(float (&total)[ACC], float (&partial)[GROUP][ACC], const float (&upper)[GROUP],
+                                             const float (&lower)[GROUP]) {
+    finish_blocks<GROUP - 1 - J>(partial[J]);
     add_scaled(total, partial[J], upper[J], lower[J]);
-    if constexpr (J + 1 < DEPTH) add_in_order<J + 1>(total, partial, upper, lower);
+    if constexpr (J + 1 < GROUP) add_in_order<J + 1>(total, partial, upper, lower);
 }
 
 #if OUT_FLOAT
@@ -183,30 +184,35 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
     const u32 upper_row = warp * 16 + lane / 4, lower_row = upper_row + 8;
     // NR divides 128, so the CTA's rows share one weight scale per 128 of k.
     const float* scale_row = w_scale + (long long)(first_row / 128) * k_blocks;
-    float total[ACC] = {}, partial[DEPTH][ACC] = {};
+    float total[ACC] = {}, partial[GROUP][ACC] = {};
     u32 stage = 0, parity = 0;
 
     for (int i = 0; i < steps; ++i) {
-        float upper[DEPTH], lower[DEPTH];
+        const u32 a_stage = a_at + stage * A_BYTES, w_stage = w_at + stage * W_BYTES, s_stage = s_at + stage * S_BYTES;
+        float scales[DEPTH];
 #pragma unroll
         for (u32 j = 0; j < DEPTH; ++j) {
             const int block = i * DEPTH + j;
-            upper[j] = lower[j] = block < k_blocks ? __ldg(scale_row + block) : 0.0f;
+            scales[j] = block < k_blocks ? __ldg(scale_row + block) : 0.0f;
         }
         barrier_wait(full + 8 * stage, parity);
-        // Blocks past the end were filled with zeros, and so were their scales: they add nothing.
 #pragma unroll
-        for (u32 j = 0; j < DEPTH; ++j) start_block(partial[j], a_at + stage * A_BYTES + j * A_BLOCK, w_at + stage * W_BYTES + j * W_BLOCK);
+        for (u32 g = 0; g < DEPTH; g += GROUP) {
+            // Blocks past the end were filled with zeros, and so were their scales: they add nothing.
+            float upper[GROUP], lower[GROUP];
 #pragma unroll
-        for (u32 j = 0; j < DEPTH; ++j) {
-            float a_upper = 0, a_lower = 0;
-            const u32 at = s_at + stage * S_BYTES + j * S_BLOCK;
-            if (upper_row < MR) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_upper) : "r"(at + 4 * upper_row));
-            if (lower_row < MR) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_lower) : "r"(at + 4 * lower_row));
-            upper[j] *= a_upper, lower[j] *= a_lower;
+            for (u32 j = 0; j < GROUP; ++j) start_block(partial[j], a_stage + (g + j) * A_BLOCK, w_stage + (g + j) * W_BLOCK);
+#pragma unroll
+            for (u32 j = 0; j < GROUP; ++j) {
+                float a_upper = 0, a_lower = 0;
+                const u32 at = s_stage + (g + j) * S_BLOCK;
+                if (upper_row < MR) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_upper) : "r"(at + 4 * upper_row));
+                if (lower_row < MR) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a_lower) : "r"(at + 4 * lower_row));
+                upper[j] = a_upper * scales[g + j], lower[j] = a_lower * scales[g + j];
+            }
+            // In order: each block is added only after the one before it.
+            add_in_order<0>(total, partial, upper, lower);
         }
-        // In order: each block is added only after the one before it.
-        add_in_order<0>(total, partial, upper, lower);
         if (lane == 0) barrier_arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }

@@ -5,6 +5,7 @@ NVRTC and cuda-bindings are dependencies of torch itself, so nothing more has to
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,8 +16,6 @@ MAX_ROWS = 64
 # Shared memory of one CTA: two fit on a multiprocessor, so the next kernel's weights arrive under the tail of this one.
 _SHARED_BUDGET = 110 * 1024
 _THREADS = 160
-# Blocks of 128 of k that one bulk copy moves.
-_DEPTH = 4
 
 
 def _check(result: tuple):
@@ -41,35 +40,53 @@ def _wgmma_macro(weight_rows: int) -> str:
     )
 
 
-def _stage_bytes(row_class: int, weight_rows: int) -> int:
-    return _DEPTH * (TILE * (row_class + weight_rows) + 4 * row_class) + 16
+@dataclass(frozen=True)
+class Shape:
+    """How one launch is cut: weight rows of a CTA, blocks of 128 of k that one bulk copy moves, stages in flight."""
+
+    weight_rows: int
+    depth: int
+    stages: int
 
 
-def _stages(row_class: int, weight_rows: int, k_blocks: int) -> int:
-    steps = ceil_div(k_blocks, _DEPTH)
-    return max(2, min((_SHARED_BUDGET - 1024) // _stage_bytes(row_class, weight_rows), steps))
+def _stage_bytes(row_class: int, weight_rows: int, depth: int) -> int:
+    return depth * (TILE * (row_class + weight_rows) + 4 * row_class) + 16
 
 
-def _shared_bytes(row_class: int, weight_rows: int, stages: int) -> int:
+def plan(
+    m: int, n: int, k: int, weight_rows: int | None = None, depth: int | None = None, shared: int | None = None
+) -> Shape:
+    """The fastest cut of a sweep on an H200 (benchmarks/bench_decode.py); arguments after k override it."""
+    weight_rows = weight_rows or weight_rows_of_a_cta(n)
+    depth = depth or 4
+    fit = ((shared or _SHARED_BUDGET) - 1024) // _stage_bytes(row_class(m), weight_rows, depth)
+    return Shape(weight_rows, depth, max(2, min(fit, ceil_div(k // TILE, depth))))
+
+
+def row_class(m: int) -> int:
+    """Activation rows that a bulk copy brings for m rows."""
+    return next(rows for rows in (8, 16, 32, 64) if m <= rows)
+
+
+def _shared_bytes(rows: int, shape: Shape) -> int:
+    stages = shape.stages * _stage_bytes(rows, shape.weight_rows, shape.depth)
     # The last activation block is read as 64 rows: keep that inside the allocation.
-    return 1024 + max(
-        stages * _stage_bytes(row_class, weight_rows), (stages * _DEPTH - 1) * TILE * row_class + TILE * MAX_ROWS
-    )
+    return 1024 + max(stages, (shape.stages * shape.depth - 1) * TILE * rows + TILE * MAX_ROWS)
 
 
-def compile_cubin(row_class: int, weight_rows: int, stages: int, out_float: bool) -> bytes:
+def compile_cubin(rows: int, shape: Shape, out_float: bool) -> bytes:
     """Machine code for sm_90a. Raises RuntimeError with the compiler's log."""
     from cuda.bindings import nvrtc
 
-    source = _wgmma_macro(weight_rows) + Path(__file__).with_name("few_rows_gemm.cu").read_text()
+    source = _wgmma_macro(shape.weight_rows) + Path(__file__).with_name("few_rows_gemm.cu").read_text()
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"few_rows_gemm.cu", 0, None, None))
     options = [
         b"--gpu-architecture=sm_90a",
         b"--std=c++17",
-        f"-DMR={row_class}".encode(),
-        f"-DNR={weight_rows}".encode(),
-        f"-DDEPTH={_DEPTH}".encode(),
-        f"-DSTAGES={stages}".encode(),
+        f"-DMR={rows}".encode(),
+        f"-DNR={shape.weight_rows}".encode(),
+        f"-DDEPTH={shape.depth}".encode(),
+        f"-DSTAGES={shape.stages}".encode(),
         f"-DOUT_FLOAT={int(out_float)}".encode(),
     ]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -83,15 +100,15 @@ def compile_cubin(row_class: int, weight_rows: int, stages: int, out_float: bool
 
 
 @functools.cache
-def _kernel(device: int, row_class: int, weight_rows: int, stages: int, out_float: bool):
+def _kernel(device: int, rows: int, shape: Shape, out_float: bool):
     """The loaded function. The module is kept for the life of the process: graphs hold its kernels."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        module = _check(driver.cuModuleLoadData(compile_cubin(row_class, weight_rows, stages, out_float)))
+        module = _check(driver.cuModuleLoadData(compile_cubin(rows, shape, out_float)))
         function = _check(driver.cuModuleGetFunction(module, b"few_rows_gemm"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(function, limit, _shared_bytes(row_class, weight_rows, stages)))
+        _check(driver.cuFuncSetAttribute(function, limit, _shared_bytes(rows, shape)))
     return function
 
 
@@ -117,15 +134,15 @@ def _encode(pointer: int, float32: bool, sizes: list[int], strides: list[int], b
     )
 
 
-def _code_map(codes: torch.Tensor, rows_of_box: int):
-    """(rows, K) seen as (K/128, rows, 128): one copy takes _DEPTH blocks of `rows_of_box` rows."""
+def _code_map(codes: torch.Tensor, rows_of_box: int, depth: int):
+    """(rows, K) seen as (K/128, rows, 128): one copy takes `depth` blocks of `rows_of_box` rows."""
     (rows, k), stride = codes.shape, codes.stride(0)
-    return _encode(codes.data_ptr(), False, [TILE, rows, k // TILE], [stride, TILE], [TILE, rows_of_box, _DEPTH])
+    return _encode(codes.data_ptr(), False, [TILE, rows, k // TILE], [stride, TILE], [TILE, rows_of_box, depth])
 
 
-def _scale_map(scale: torch.Tensor, rows_of_box: int):
+def _scale_map(scale: torch.Tensor, rows_of_box: int, depth: int):
     rows, blocks = scale.shape
-    return _encode(scale.data_ptr(), True, [rows, blocks], [4 * scale.stride(1)], [rows_of_box, _DEPTH])
+    return _encode(scale.data_ptr(), True, [rows, blocks], [4 * scale.stride(1)], [rows_of_box, depth])
 
 
 def weight_rows_of_a_cta(n: int) -> int:
@@ -141,7 +158,7 @@ def gemm_nt(
     b: torch.Tensor,
     b_scale: torch.Tensor,
     out: torch.Tensor,
-    weight_rows: int | None = None,
+    shape: Shape | None = None,
     overlap: bool = True,
 ) -> None:
     """out (M, N) bfloat16 or float32, contiguous = a b^T; M in 1..64; b_scale in blocks; layouts as in ops.py.
@@ -151,25 +168,26 @@ def gemm_nt(
     from cuda.bindings import driver
 
     (m, k), n = a.shape, b.shape[0]
-    row_class = next(rows for rows in (8, 16, 32, 64) if m <= rows)
-    weight_rows = weight_rows or weight_rows_of_a_cta(n)
-    k_blocks = k // TILE
-    stages = _stages(row_class, weight_rows, k_blocks)
-    function = _kernel(a.device.index, row_class, weight_rows, stages, out.dtype == torch.float32)
-    maps = (_code_map(b, weight_rows), _code_map(a, row_class), _scale_map(a_scale, row_class))
+    shape, rows = shape or plan(m, n, k), row_class(m)
+    function = _kernel(a.device.index, rows, shape, out.dtype == torch.float32)
+    maps = (
+        _code_map(b, shape.weight_rows, shape.depth),
+        _code_map(a, rows, shape.depth),
+        _scale_map(a_scale, rows, shape.depth),
+    )
     values = (
         ctypes.c_void_p(b_scale.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
         ctypes.c_int(m),
         ctypes.c_int(n),
-        ctypes.c_int(k_blocks),
+        ctypes.c_int(k // TILE),
     )
     pointers = [int(m.getPtr()) for m in maps] + [ctypes.addressof(v) for v in values]
     parameters = (ctypes.c_void_p * len(pointers))(*pointers)
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = ceil_div(n, weight_rows), 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = ceil_div(n, shape.weight_rows), 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = _THREADS, 1, 1
-    config.sharedMemBytes = _shared_bytes(row_class, weight_rows, stages)
+    config.sharedMemBytes = _shared_bytes(rows, shape)
     config.hStream = torch.cuda.current_stream(a.device).cuda_stream
     if overlap:
         attribute = driver.CUlaunchAttribute()

@@ -43,7 +43,13 @@ def _scaled_mm(a, a_scale, b, b_scale, tiled: bool, dtype: torch.dtype) -> torch
         scale = new_column_major_scale(m + padding, a_scale.shape[1], a.device)
         scale[:m], scale[m:] = a_scale, 0.0
         a_scale = scale
-    b_scale, recipe = (b_scale, ScalingType.BlockWise1x128) if tiled else (b_scale.t(), ScalingType.BlockWise128x128)
+    if tiled:
+        recipe = ScalingType.BlockWise1x128
+        b_scale = b_scale if b_scale.shape[0] % SCALE_ALIGNMENT == 0 else b_scale.t().contiguous().t()
+    else:
+        # Block scales go in column by column of k, padded to a multiple of 4 blocks.
+        recipe = ScalingType.BlockWise128x128
+        b_scale = F.pad(b_scale, (0, -b_scale.shape[1] % SCALE_ALIGNMENT)).t()
     out = F.scaled_mm(a, b.t(), a_scale, ScalingType.BlockWise1x128, b_scale, recipe, output_dtype=dtype)
     return out[:m] if padding else out
 

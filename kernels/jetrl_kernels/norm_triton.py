@@ -12,12 +12,13 @@ import triton.language as tl
 
 from jetrl_kernels.constants import TILE, ceil_div, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
-from jetrl_kernels.rounding_triton import INTERPRETED, encode, magnitude_bits, scale_of
+from jetrl_kernels.rounding_triton import INTERPRETED, amax, encode, scale_of
 from jetrl_kernels.scale import check_scale_format
 from jetrl_kernels.weight_triton import round_to_bf16
 
 # Rows whose weight gradients one program of the backward sums before a second, small sum over programs.
 BACKWARD_ROWS = 32
+BACKWARD_STAGES = 2
 # Rows longer than this are walked in chunks; fastest of a sweep on an H200, as the elements per thread.
 LARGEST_CHUNK = 4096
 ELEMENTS_PER_THREAD = 32
@@ -70,9 +71,9 @@ def _norm_kernel(
         w = _round_like(tl.load(weight + col, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
         n = _round_like(_round_like(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
         if QUANTIZE:
-            s = scale_of(tl.max(magnitude_bits(n), axis=1), POW2, INTERPRETED)
+            s = scale_of(amax(n, 1, INTERPRETED), POW2, INTERPRETED)
             padded = tile < kp // 128
-            tl.store(codes + row * kp + col, encode(n, s[:, None], INTERPRETED), mask=padded[:, None])
+            tl.store(codes + row * kp + col, encode(n, s[:, None], IS_BF16, INTERPRETED), mask=padded[:, None])
             tl.store(scale + tile.to(tl.int64) * stride_scale + row, s, mask=padded)
         else:
             tl.store(y + start + col, n.to(y.dtype.element_ty), mask=inside)
@@ -81,7 +82,7 @@ def _norm_kernel(
 @triton.jit
 def _norm_backward_kernel(
     grad, grad_hidden, hidden, weight, rstd, dh, dweight, m, k,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_HIDDEN: tl.constexpr, IS_BF16: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_HIDDEN: tl.constexpr, IS_BF16: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
@@ -89,7 +90,7 @@ def _norm_backward_kernel(
     w = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK,), dtype=tl.float32)
     first = tl.program_id(0).to(tl.int64) * ROWS
-    for i in range(ROWS):
+    for i in tl.range(ROWS, num_stages=STAGES):
         row = first + i
         keep = inside & (row < m)
         d = tl.load(grad + row * k + col, mask=keep, other=0.0).to(tl.float32)
@@ -163,7 +164,7 @@ def rms_norm_backward(grad, grad_hidden, hidden, weight, rstd):
         block = triton.next_power_of_2(k)
         _norm_backward_kernel[(programs,)](
             grad, grad_hidden, hidden, weight, rstd, dh, dweight, m, k,
-            ROWS=BACKWARD_ROWS, BLOCK=block, HAS_GRAD_HIDDEN=grad_hidden is not None,
+            ROWS=BACKWARD_ROWS, STAGES=BACKWARD_STAGES, BLOCK=block, HAS_GRAD_HIDDEN=grad_hidden is not None,
             IS_BF16=grad.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return dh, dweight.sum(0)

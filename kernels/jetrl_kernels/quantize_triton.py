@@ -10,16 +10,17 @@ import triton.language as tl
 
 from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
-from jetrl_kernels.rounding_triton import INTERPRETED, encode, encode4, magnitude_bits, max_bits4, scale_of
+from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
 
 # Rows of one program of the row-wise quantizer, and warps per kernel: the fastest of a sweep on an H200
 # (benchmarks/bench_quantize.py --sweep).
-ROWS = 32
-ROW_WARPS = 4
+ROWS = 8
+ROW_WARPS = 1
 COLUMNS = 64
 COLUMN_WARPS = 4
-BOTH_WARPS = 8
+REQUANTIZE_WARPS = 2
+BOTH_WARPS = 4
 
 
 @triton.jit
@@ -30,21 +31,47 @@ def load_float32(x, row, col, m, k, stride_m, stride_k):
 
 
 @triton.jit
-def store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_rows(
+    value,
+    codes,
+    scale,
+    row,
+    col,
+    tile,
+    m,
+    kp,
+    stride_scale,
+    POW2: tl.constexpr,
+    BF16: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Quantize (ROWS, 128) along columns and write it where it came from."""
-    s = scale_of(tl.max(magnitude_bits(value), axis=1), POW2, INTERPRETED)
-    code = encode(value, s[:, None], INTERPRETED)
+    s = scale_of(amax(value, 1, INTERPRETED), POW2, INTERPRETED)
+    code = encode(value, s[:, None], BF16, INTERPRETED)
     tl.store(codes + row[:, None] * kp + col[None, :], code, mask=(row < m)[:, None])
     tl.store(scale + tile * stride_scale + row, s, mask=row < m)
 
 
 @triton.jit
 def _store_columns(
-    x0, x1, x2, x3, words, scale, col, tile, k, mp, stride_scale, POW2: tl.constexpr, INTERPRETED: tl.constexpr
+    x0,
+    x1,
+    x2,
+    x3,
+    words,
+    scale,
+    col,
+    tile,
+    k,
+    mp,
+    stride_scale,
+    POW2: tl.constexpr,
+    BF16: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Quantize 128 rows along rows and write them transposed; x_i (32, COLUMNS) holds the rows 4r + i."""
-    s = scale_of(tl.max(max_bits4(x0, x1, x2, x3), axis=0), POW2, INTERPRETED)
-    word = tl.trans(encode4(x0, x1, x2, x3, s[None, :], INTERPRETED))
+    s = scale_of(amax(abs_max4(x0, x1, x2, x3), 0, INTERPRETED), POW2, INTERPRETED)
+    word = tl.trans(encode4(x0, x1, x2, x3, s[None, :], BF16, INTERPRETED))
     at = tile * 32 + tl.arange(0, 32)
     tl.store(words + col[:, None] * (mp // 4) + at[None, :], word, mask=(col < k)[:, None])
     tl.store(scale + tile * stride_scale + col, s, mask=col < k)
@@ -53,20 +80,20 @@ def _store_columns(
 @triton.jit
 def _tiles_kernel(
     x, codes, scale, m, k, kp, stride_m, stride_k, stride_scale,
-    ROWS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     tiles = kp // 128
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tile * 128 + tl.arange(0, 128)
     value = load_float32(x, row, col, m, k, stride_m, stride_k)
-    store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
+    store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, BF16, INTERPRETED)
 
 
 @triton.jit
 def _transposed_kernel(
     x, words, scale, m, k, mp, stride_m, stride_k, stride_scale,
-    COLUMNS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(k, COLUMNS)
     tile = (tl.program_id(0) // pieces).to(tl.int64)
@@ -76,28 +103,31 @@ def _transposed_kernel(
     x1 = load_float32(x, row + 1, col, m, k, stride_m, stride_k)
     x2 = load_float32(x, row + 2, col, m, k, stride_m, stride_k)
     x3 = load_float32(x, row + 3, col, m, k, stride_m, stride_k)
-    _store_columns(x0, x1, x2, x3, words, scale, col, tile, k, mp, stride_scale, POW2, INTERPRETED)
+    _store_columns(x0, x1, x2, x3, words, scale, col, tile, k, mp, stride_scale, POW2, BF16, INTERPRETED)
 
 
 @triton.jit
 def _both_kernel(
     x, codes, scale, words_t, scale_t, m, k, kp, mp, stride_m, stride_k, stride_scale, stride_scale_t,
-    POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     tiles = kp // 128
     tile_k = (tl.program_id(0) % tiles).to(tl.int64)
     tile_m = (tl.program_id(0) // tiles).to(tl.int64)
-    row = tile_m * 128 + 4 * tl.arange(0, 32)
+    # The piece is read twice, the second time from L1: holding it would take the registers that hide memory latency.
     col = tile_k * 128 + tl.arange(0, 128)
-    x0 = load_float32(x, row, col, m, k, stride_m, stride_k)
-    x1 = load_float32(x, row + 1, col, m, k, stride_m, stride_k)
-    x2 = load_float32(x, row + 2, col, m, k, stride_m, stride_k)
-    x3 = load_float32(x, row + 3, col, m, k, stride_m, stride_k)
-    store_rows(x0, codes, scale, row, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
-    store_rows(x1, codes, scale, row + 1, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
-    store_rows(x2, codes, scale, row + 2, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
-    store_rows(x3, codes, scale, row + 3, col, tile_k, m, kp, stride_scale, POW2, INTERPRETED)
-    _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile_m, k, mp, stride_scale_t, POW2, INTERPRETED)
+    for i in range(4):
+        row = tile_m * 128 + 32 * i + tl.arange(0, 32)
+        value = load_float32(x, row, col, m, k, stride_m, stride_k)
+        store_rows(value, codes, scale, row, col, tile_k, m, kp, stride_scale, POW2, BF16, INTERPRETED)
+    row = tile_m * 128 + 4 * tl.arange(0, 32)
+    for i in range(128 // COLUMNS):
+        part = tile_k * 128 + COLUMNS * i + tl.arange(0, COLUMNS)
+        x0 = load_float32(x, row, part, m, k, stride_m, stride_k)
+        x1 = load_float32(x, row + 1, part, m, k, stride_m, stride_k)
+        x2 = load_float32(x, row + 2, part, m, k, stride_m, stride_k)
+        x3 = load_float32(x, row + 3, part, m, k, stride_m, stride_k)
+        _store_columns(x0, x1, x2, x3, words_t, scale_t, part, tile_m, k, mp, stride_scale_t, POW2, BF16, INTERPRETED)
 
 
 @triton.jit
@@ -111,7 +141,7 @@ def _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
 @triton.jit
 def _requantize_kernel(
     codes, scale, words_t, scale_t, m, k, kp, mp, stride_sm, stride_sk, stride_scale_t,
-    COLUMNS: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(k, COLUMNS)
     tile = (tl.program_id(0) // pieces).to(tl.int64)
@@ -123,7 +153,7 @@ def _requantize_kernel(
     x1 = _load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
     x2 = _load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
     x3 = _load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
-    _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile, k, mp, stride_scale_t, POW2, INTERPRETED)
+    _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile, k, mp, stride_scale_t, POW2, BF16, INTERPRETED)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
@@ -145,7 +175,7 @@ def quantize_tiles(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, to
     if codes.numel():
         _tiles_kernel[(ceil_div(m, ROWS) * (kp // TILE),)](
             x, _bytes(codes), scale, m, k, kp, *x.stride(), scale.stride(1),
-            ROWS=ROWS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=ROW_WARPS,
+            ROWS=ROWS, POW2=scale_format == "pow2", BF16=x.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=ROW_WARPS,
         )  # fmt: skip
     return codes, scale
 
@@ -159,7 +189,7 @@ def quantize_tiles_transposed(x: torch.Tensor, scale_format: str) -> tuple[torch
     if codes.numel():
         _transposed_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
             x, _words(codes), scale, m, k, mp, *x.stride(), scale.stride(1),
-            COLUMNS=COLUMNS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
+            COLUMNS=COLUMNS, POW2=scale_format == "pow2", BF16=x.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
         )  # fmt: skip
     return codes, scale
 
@@ -177,7 +207,7 @@ def quantize_tiles_both(
         _both_kernel[((mp // TILE) * (kp // TILE),)](
             x, _bytes(codes), scale, _words(codes_t), scale_t, m, k, kp, mp, *x.stride(),
             scale.stride(1), scale_t.stride(1),
-            POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=BOTH_WARPS,
+            COLUMNS=COLUMNS, POW2=scale_format == "pow2", BF16=x.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=BOTH_WARPS,
         )  # fmt: skip
     return codes, scale, codes_t, scale_t
 
@@ -194,6 +224,6 @@ def requantize_tiles_transposed(
     if codes_t.numel():
         _requantize_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
             _bytes(codes), scale, _words(codes_t), scale_t, m, k, kp, mp, *scale.stride(), scale_t.stride(1),
-            COLUMNS=COLUMNS, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=COLUMN_WARPS,
+            COLUMNS=COLUMNS, POW2=scale_format == "pow2", BF16=False, INTERPRETED=INTERPRETED, num_warps=REQUANTIZE_WARPS,
         )  # fmt: skip
     return codes_t, scale_t

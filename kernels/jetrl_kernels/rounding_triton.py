@@ -21,37 +21,60 @@ _LIFT = tl.constexpr(2.0**64)
 
 
 @triton.jit
-def magnitude_bits(x):
-    """|x| of float32 as int32. Integers order like magnitudes with NaN above Inf, so an integer max propagates NaN."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def scale_of(amax_bits, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Dequantization scale (float32) from the largest magnitude (its bits); NaN where that magnitude is not finite.
+def amax(x, axis: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Largest magnitude along `axis` of float32, NaN where one is. The plain max would drop a NaN."""
+    if INTERPRETED:
+        # Integers order like magnitudes, with NaN above Inf; the interpreter runs a custom reduction element by element.
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=axis)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), axis, _nan_max)
+
+
+@triton.jit
+def abs_max4(x0, x1, x2, x3):
+    """Elementwise largest magnitude of four tensors, NaN where one is."""
+    return _nan_max(_nan_max(tl.abs(x0), tl.abs(x1)), _nan_max(tl.abs(x2), tl.abs(x3)))
+
+
+@triton.jit
+def scale_of(amax, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Dequantization scale (float32) from the largest magnitude (float32); NaN where that is not finite.
 
     Compiled, amax / 448 is a product with 1/448 and one correction by the remainder. That is the IEEE quotient: 448 is
     7 * 2**6, so no quotient comes nearer than 1/14 ulp to the middle of two floats, and the corrected one is off by less.
     """
-    amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), _FLOOR)
+    floored = tl.maximum(amax, _FLOOR)
     if INTERPRETED:
-        scale = tl.math.div_rn(amax, 448.0)
+        scale = tl.math.div_rn(floored, 448.0)
     else:
-        scale = amax * _ONE_448TH
-        scale = tl.fma(tl.fma(scale, -448.0, amax), _ONE_448TH, scale)
+        scale = floored * _ONE_448TH
+        scale = tl.fma(tl.fma(scale, -448.0, floored), _ONE_448TH, scale)
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(amax_bits >= _INFINITY_BITS, float("nan"), scale)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    """1 / x within one ulp, for normal x and normal 1 / x."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x, for normal x and normal 1 / x: the hardware's approximation (one ulp), corrected once.
+    """The IEEE quotient 1 / x, for normal x and normal 1 / x, except for a few significands that change no code.
 
-    The correction cannot reach 1 / x where the significand of x is all ones (it lands on a tie), so that one is written.
+    One correction of the approximation; it cannot reach 1 / x where the significand of x is all ones (it lands on a tie),
+    so that one is written.
     """
-    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    r = _approximate_reciprocal(x)
     r = tl.fma(tl.fma(x, r, -1.0), -r, r)
     bits = x.to(tl.int32, bitcast=True)
     all_ones = (0x7E800001 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
@@ -72,16 +95,23 @@ def _code_by_integers(q):
 
 
 @triton.jit
-def quotient(x, scale, INTERPRETED: tl.constexpr):
+def quotient(x, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """x / scale, near enough to the IEEE quotient that every E4M3 code is the same; `scale` broadcasts against `x`.
 
-    Compiled, it is x times the reciprocal, then one correction by the exact remainder. A code could differ
-    only where the quotient lies within 2**-22 ulp of half an ulp from an E4M3 rounding boundary;
-    tests/kernels/test_quotient.py walks all such pairs and finds none wrong. An IEEE division per element costs about
-    three times the instructions. The remainder is taken negated because that keeps the sign of a zero.
+    An IEEE division per element costs several times the instructions, and the quantizers are bound by instructions.
+    A code could differ only where the quotient lies next to half an ulp beside an E4M3 rounding boundary;
+    tests/kernels/test_quotient.py walks all such pairs and finds none wrong.
+    General: x times the reciprocal, then one correction by the exact remainder (negated, which keeps the sign of a zero).
+    BF16 (x and the tile's amax are bfloat16 values): 1 / scale as a 16-bit and a small part, both below it; x times the
+    first is exact, so one fma rounds once. The parts are not negative, which keeps the sign of a zero.
     """
     if INTERPRETED:
         return tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
+    elif BF16:
+        r = _approximate_reciprocal(scale)
+        high = ((r.to(tl.int32, bitcast=True) - 2) & -256).to(tl.float32, bitcast=True)
+        low = tl.fma(-scale, high, 1.0) * r
+        return tl.fma(x, low, x * high)
     else:
         lift = tl.where(scale < _SMALL_SCALE, _LIFT, 1.0)
         divisor = scale * lift
@@ -92,12 +122,12 @@ def quotient(x, scale, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, INTERPRETED: tl.constexpr):
+def encode(x, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """E4M3 bytes (uint8) of RNE(clamp(x / scale)).
 
     The clamp needs no instruction: |x| <= amax bounds |x / scale| by 448 (1 + 2**-23), which rounds to 448.
     """
-    q = quotient(x, scale, INTERPRETED)
+    q = quotient(x, scale, BF16, INTERPRETED)
     if INTERPRETED:
         return _code_by_integers(q)
     else:
@@ -105,14 +135,14 @@ def encode(x, scale, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def encode4(x0, x1, x2, x3, scale, INTERPRETED: tl.constexpr):
+def encode4(x0, x1, x2, x3, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """The codes of four equal-shaped tensors in the bytes of one int32 tensor, x0 lowest.
 
     A transpose through shared memory moves words four times faster than bytes, so the transposing kernels pack four
     rows before they transpose.
     """
-    q0, q1 = quotient(x0, scale, INTERPRETED), quotient(x1, scale, INTERPRETED)
-    q2, q3 = quotient(x2, scale, INTERPRETED), quotient(x3, scale, INTERPRETED)
+    q0, q1 = quotient(x0, scale, BF16, INTERPRETED), quotient(x1, scale, BF16, INTERPRETED)
+    q2, q3 = quotient(x2, scale, BF16, INTERPRETED), quotient(x3, scale, BF16, INTERPRETED)
     if INTERPRETED:
         low = _code_by_integers(q0).to(tl.int32) | (_code_by_integers(q1).to(tl.int32) << 8)
         return low | (_code_by_integers(q2).to(tl.int32) << 16) | (_code_by_integers(q3).to(tl.int32) << 24)
@@ -126,11 +156,3 @@ def encode4(x0, x1, x2, x3, scale, INTERPRETED: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-
-
-@triton.jit
-def max_bits4(x0, x1, x2, x3):
-    """Elementwise largest magnitude (bits) of four tensors."""
-    return tl.maximum(
-        tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    )

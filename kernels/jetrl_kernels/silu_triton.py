@@ -40,7 +40,7 @@ def _forward_kernel(
     if IS_BF16:
         value = round_to_bf16(value, INTERPRETED)
     if QUANTIZE:
-        store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
+        store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, IS_BF16, INTERPRETED)
     else:
         inside = (row < m)[:, None] & (col < k)[None, :]
         tl.store(y + row[:, None] * k + col[None, :], value.to(y.dtype.element_ty), mask=inside)
@@ -68,8 +68,8 @@ def _backward_kernel(
     at = row[:, None] * k + col[None, :]
     tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + at, du.to(dup.dtype.element_ty), mask=inside)
-    store_rows(dg, gate_codes, gate_scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
-    store_rows(du, up_codes, up_scale, row, col, tile, m, kp, stride_scale, POW2, INTERPRETED)
+    store_rows(dg, gate_codes, gate_scale, row, col, tile, m, kp, stride_scale, POW2, IS_BF16, INTERPRETED)
+    store_rows(du, up_codes, up_scale, row, col, tile, m, kp, stride_scale, POW2, IS_BF16, INTERPRETED)
 
 
 def _check(gate: torch.Tensor, *others: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 from jetrl_kernels.constants import TILE, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes
 from jetrl_kernels.quantize_triton import load_float32
-from jetrl_kernels.rounding_triton import INTERPRETED, encode, encode4, max_bits4, scale_of
+from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
 
 WARPS = 8
@@ -43,15 +43,15 @@ def _blocks_kernel(
     w1 = _load_rounded(w, row + 1, col, n, k, stride_n, stride_k, INTERPRETED)
     w2 = _load_rounded(w, row + 2, col, n, k, stride_n, stride_k, INTERPRETED)
     w3 = _load_rounded(w, row + 3, col, n, k, stride_n, stride_k, INTERPRETED)
-    s = scale_of(tl.max(tl.max(max_bits4(w0, w1, w2, w3), axis=1), axis=0), POW2, INTERPRETED)
+    s = scale_of(amax(amax(abs_max4(w0, w1, w2, w3), 1, INTERPRETED), 0, INTERPRETED), POW2, INTERPRETED)
     at = codes + row[:, None] * kp + col[None, :]
-    tl.store(at, encode(w0, s, INTERPRETED))
-    tl.store(at + kp, encode(w1, s, INTERPRETED))
-    tl.store(at + 2 * kp, encode(w2, s, INTERPRETED))
-    tl.store(at + 3 * kp, encode(w3, s, INTERPRETED))
+    tl.store(at, encode(w0, s, True, INTERPRETED))
+    tl.store(at + kp, encode(w1, s, True, INTERPRETED))
+    tl.store(at + 2 * kp, encode(w2, s, True, INTERPRETED))
+    tl.store(at + 3 * kp, encode(w3, s, True, INTERPRETED))
     tl.store(scale + block_n * blocks_k + block_k, s)
     if BOTH:
-        word = tl.trans(encode4(w0, w1, w2, w3, s, INTERPRETED))
+        word = tl.trans(encode4(w0, w1, w2, w3, s, True, INTERPRETED))
         group = block_n * 32 + tl.arange(0, 32)
         tl.store(words_t + col[:, None] * (np_ // 4) + group[None, :], word)
         tl.store(scale_t + block_k * (np_ // 128) + block_n, s)

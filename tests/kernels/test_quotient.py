@@ -1,14 +1,18 @@
-"""The compiled quotient (reciprocal, one correction) gives the IEEE quotient wherever that could change an E4M3 code.
+"""The compiled quotients (rounding_triton.quotient) give the E4M3 codes of the IEEE quotient.
 
-Its reciprocal starts from the hardware's approximation, off by at most one ulp (PTX ISA, rcp.approx.ftz.f32), here tried
-off by up to two each way. Corrected once, the quotient is RN(x / scale + d) with |d| below about 2**-22 ulp. A code can then differ from that of
-RN(x / scale) only if x / scale lies that close to m +- half an ulp, m an E4M3 rounding boundary. Boundaries have 5
-significant bits; scaled to significands there are 16. For each boundary, each side and each 24-bit significand of x the
-critical scales are the integers next to the exact solution, and only those within 2**-14 (in units of the scale's last
-place; far wider than needed) matter. All of them are tried.
+General form: the reciprocal starts from the hardware's approximation, off by at most one ulp (PTX ISA, rcp.approx.ftz.f32),
+here tried off by up to two each way. Corrected once, the quotient is RN(x / scale + d) with |d| below about 2**-22 ulp. A
+code can then differ from that of RN(x / scale) only if x / scale lies that close to m +- half an ulp, m an E4M3 rounding
+boundary. Boundaries have 5 significant bits; scaled to significands there are 16. For each boundary, each side and each
+24-bit significand of x the critical scales are the integers next to the exact solution, and only those within 2**-14 (in
+units of the scale's last place; far wider than needed) matter. All of them are tried.
+
+BF16 form: x and amax have 8-bit significands, so all pairs of significands are tried, at every difference of exponents
+that can give a nonzero code and at the ends of the exponent range, where parts of the reciprocal are denormal.
 """
 
 import numpy as np
+import torch
 
 
 def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -65,3 +69,26 @@ def test_corrected_product_with_one_448th_is_the_ieee_quotient_for_every_signifi
     scale = amax * one_448th
     scale = _fma(_fma(scale, np.full_like(amax, -448), amax), np.full_like(amax, one_448th), scale)
     assert np.array_equal(scale, amax / np.float32(448))
+
+
+def _codes(q: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(q).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def test_bf16_quotient_gives_the_code_of_the_ieee_quotient_for_every_pair_of_significands():
+    significands = np.arange(128, 256).astype(np.float32)
+    for exponent in (-107, -60, -8, 0, 60, 100, 118, 120):
+        amax = (significands * np.float32(2.0**exponent))[None, :]
+        scales = (amax / np.float32(448), np.float32(2.0) ** np.ceil(np.log2(amax / np.float32(448))))
+        for scale in scales:
+            for ulps in (-1, 0, 1):
+                r = ((np.float32(1) / scale).view(np.int32) + ulps).view(np.float32)
+                high = ((r.view(np.int32) - 2) & -256).view(np.float32)
+                low = _fma(-scale, high, np.ones_like(scale)) * r
+                assert (low >= 0).all()
+                for down in range(-1, 24):
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        x = (significands * np.float32(2.0 ** (exponent - down)))[:, None]
+                        q, ieee = _fma(*np.broadcast_arrays(x, low, x * high)), x / scale
+                    same = _codes(q) == _codes(ieee)
+                    assert same[np.broadcast_to(x <= amax, same.shape)].all()
