@@ -151,6 +151,11 @@ if [[ -f "$OWNER" ]] && { [[ "$(cat "$OWNER")" != "$owner_now" ]] || ! usable_py
     rm -rf "$VENV"
 fi
 
+# An environment whose making was cut off has an interpreter but no pip yet.
+if [[ -f "$OWNER" && ! -x "$VENV/bin/pip" ]]; then
+    rm -rf "$VENV"
+fi
+
 stamp_now() {
     cat "$ROOT/setup.py" "$ROOT/scripts/vllm_stub/setup.py" | sha256sum | cut -d' ' -f1
     "$VENV/bin/python" -V

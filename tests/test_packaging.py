@@ -96,6 +96,11 @@ def test_an_interrupted_install_ends_its_children_and_leaves_no_stamp(checkout):
     assert not (checkout / ".venv" / "jetrl.installed").exists()
     assert _processes_naming(checkout) == []
 
+    again = set_up(checkout)  # what is there has no pip yet, so it is made anew
+    assert "setup: installing for" in again.stdout.readline()
+    again.send_signal(signal.SIGTERM)
+    outcome(again)
+
 
 def _processes_naming(folder: Path) -> list[bytes]:
     lines = (_command_line(p) for p in Path("/proc").iterdir() if p.name.isdigit())
@@ -115,6 +120,7 @@ set -euo pipefail
 ROOT="$1"; VENV="$ROOT/.venv"
 python="$2"
 "$python" -m venv --without-pip "$VENV"
+printf '#!/bin/sh\n' >"$VENV/bin/pip"; chmod +x "$VENV/bin/pip"
 eval "$(sed -n '/^stamp_now() {/,/^}/p' "$ROOT/scripts/setup_env.sh")"
 echo "engine=cpu folder=$ROOT" >"$VENV/jetrl.owner"
 stamp_now >"$VENV/jetrl.installed"
@@ -137,7 +143,7 @@ def test_a_changed_setup_py_installs_again_and_a_failure_shows_the_log_and_leave
     with (installed / "setup.py").open("a") as f:
         f.write("# changed\n")
     code, out, err = outcome(set_up(installed))
-    assert code == 1  # this environment has no pip, so it gets as far as trying
+    assert code == 1  # this environment's pip is not a real one, so it gets as far as trying
     assert "what is to be installed has changed" in out
     assert "setup: setuptools failed after" in err
     assert "No module named pip" in err
