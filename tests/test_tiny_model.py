@@ -106,21 +106,35 @@ def test_the_script_makes_the_shipped_tokenizer(tokenizer, splits, maker):
     )
 
 
-def test_the_model_starts_where_reinforcement_learning_has_something_to_do(model, tokenizer, splits, maker):
-    """On the whole default validation set (256): inside 0.2 to 0.6, and right answers to find for most problems."""
-    greedy, _ = maker["accuracy"](model, tokenizer, splits["val"])
+@pytest.fixture
+def one_thread():
+    """Small products on a machine that runs other jobs: two threads waiting for each other take minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_model_starts_where_reinforcement_learning_has_something_to_do(model, tokenizer, splits, maker, one_thread):
+    """The script measured 0.46 greedy, 0.31 sampled and 0.81 best of 8 on all 256 validation problems.
+
+    Here are fewer, for speed: the standard error is 0.044 on 128 greedy ones and at most 0.058 on 64 problems sampled
+    8 times, so the limits 0.2 and 0.6 are met with room.
+    """
+    greedy, _ = maker["accuracy"](model, tokenizer, splits["val"][:128])
     torch.manual_seed(0)
-    sampled, best_of_8 = maker["accuracy"](model, tokenizer, splits["val"], samples=8)
+    sampled, best_of_8 = maker["accuracy"](model, tokenizer, splits["val"][:64], samples=8)
     assert 0.2 <= greedy <= 0.6
     assert 0.2 <= sampled <= 0.6
     assert best_of_8 >= sampled + 0.3
 
 
-def test_the_script_refuses_a_missing_folder_argument():
-    script = ROOT / "scripts" / "make_tiny_model.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--out" in done.stderr
+def test_the_script_refuses_a_missing_folder_argument(maker, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model.py"])
+    with pytest.raises(SystemExit) as caught:
+        maker["main"]()
+    assert caught.value.code == 2
+    assert "--out" in capsys.readouterr().err
 
 
 def test_the_package_ships_the_model(tmp_path):
