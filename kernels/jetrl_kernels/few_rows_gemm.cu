@@ -26,7 +26,7 @@ struct alignas(64) TensorMap {
 constexpr u32 BLOCK_K = 128;
 constexpr u32 A_BLOCK = MR * BLOCK_K, A_BYTES = DEPTH * A_BLOCK;
 constexpr u32 W_BLOCK = NR * BLOCK_K, W_BYTES = DEPTH * W_BLOCK;
-constexpr u32 S_BLOCK = MR * 4, S_BYTES = DEPTH * S_BLOCK;
+constexpr u32 S_BLOCK = MR * 4, S_COPIED = DEPTH * S_BLOCK, S_BYTES = (S_COPIED + 127) / 128 * 128;
 constexpr u32 GROUP = DEPTH < 4 ? DEPTH : 4;  // blocks on the tensor core at a time
 constexpr u32 MATH_WARPS = 4;
 constexpr u32 ACC = NR / 2;
@@ -156,7 +156,7 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
         if (lane == 0) {
             const int early = steps < STAGES ? steps : STAGES;
             for (int i = 0; i < early; ++i) {
-                barrier_expect(full + 8 * i, A_BYTES + W_BYTES + S_BYTES);
+                barrier_expect(full + 8 * i, A_BYTES + W_BYTES + S_COPIED);
                 copy_blocks(&w_map, full + 8 * i, w_at + i * W_BYTES, first_row, i * DEPTH);
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -169,7 +169,7 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
             for (int i = early; i < steps; ++i) {
                 const u32 barrier = full + 8 * stage;
                 barrier_wait(empty + 8 * stage, parity);
-                barrier_expect(barrier, A_BYTES + W_BYTES + S_BYTES);
+                barrier_expect(barrier, A_BYTES + W_BYTES + S_COPIED);
                 copy_blocks(&w_map, barrier, w_at + stage * W_BYTES, first_row, i * DEPTH);
                 copy_blocks(&a_map, barrier, a_at + stage * A_BYTES, 0, i * DEPTH);
                 copy_scales(&s_map, barrier, s_at + stage * S_BYTES, i * DEPTH);

@@ -50,7 +50,8 @@ class Shape:
 
 
 def _stage_bytes(row_class: int, weight_rows: int, depth: int) -> int:
-    return depth * (TILE * (row_class + weight_rows) + 4 * row_class) + 16
+    scales = ceil_div(4 * depth * row_class, 128) * 128
+    return depth * TILE * (row_class + weight_rows) + scales + 16
 
 
 def plan(

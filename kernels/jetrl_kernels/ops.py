@@ -16,6 +16,7 @@ Ops
   quantize_tiles_both(x, scale_format)                   -> the four of the two above, from one read
   requantize_tiles_transposed(codes, scale, k, format)   -> codes (k, Mp), scale (k, Mp/128)
   quantize_blocks(weight, scale_format)                  -> codes (Np, Kp), scale (Np/128, Kp/128)
+  quantize_blocks_transposed(weight, scale_format)       -> codes (Kp, Np), scale (Kp/128, Np/128): for dgrad
   quantize_blocks_both(weight, scale_format)             -> the four of quantize_blocks and transpose_blocks
   transpose_blocks(codes, scale)                         -> codes (Kp, Np), scale (Kp/128, Np/128)
   rms_norm(x, residual?, weight, eps)                    -> y (M, K), hidden, rstd (M) float32
@@ -211,6 +212,12 @@ _define(
     lambda weight, scale_format: _with_transpose(_quantize_blocks(weight, scale_format), _transpose_blocks),
     "weight_triton",
     lambda weight, scale_format: _with_transpose(_fake_quantize_blocks(weight, scale_format), _fake_transpose_blocks),
+)
+_define(
+    "quantize_blocks_transposed(Tensor weight, str scale_format) -> (Tensor, Tensor)",
+    lambda weight, scale_format: _transpose_blocks(*_quantize_blocks(weight, scale_format)),
+    "weight_triton",
+    lambda weight, scale_format: _fake_transpose_blocks(*_fake_quantize_blocks(weight, scale_format)),
 )
 _define(
     "transpose_blocks(Tensor codes, Tensor scale) -> (Tensor, Tensor)",

@@ -95,18 +95,22 @@ def _code_by_integers(q):
 
 
 @triton.jit
-def quotient(x, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+def quotient(x, scale, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """x / scale, near enough to the IEEE quotient that every E4M3 code is the same; `scale` broadcasts against `x`.
 
     An IEEE division per element costs several times the instructions, and the quantizers are bound by instructions.
     A code could differ only where the quotient lies next to half an ulp beside an E4M3 rounding boundary;
     tests/kernels/test_quotient.py walks all such pairs and finds none wrong.
+    POW2: x times the reciprocal of the power of two is exact.
     General: x times the reciprocal, then one correction by the exact remainder (negated, which keeps the sign of a zero).
     BF16 (x and the tile's amax are bfloat16 values): 1 / scale as a 16-bit and a small part, both below it; x times the
     first is exact, so one fma rounds once. The parts are not negative, which keeps the sign of a zero.
     """
     if INTERPRETED:
         return tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
+    elif POW2:
+        r = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        return x * tl.where(scale == scale, r, scale)
     elif BF16:
         r = _approximate_reciprocal(scale)
         high = ((r.to(tl.int32, bitcast=True) - 2) & -256).to(tl.float32, bitcast=True)
@@ -122,12 +126,12 @@ def quotient(x, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+def encode(x, scale, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """E4M3 bytes (uint8) of RNE(clamp(x / scale)).
 
     The clamp needs no instruction: |x| <= amax bounds |x / scale| by 448 (1 + 2**-23), which rounds to 448.
     """
-    q = quotient(x, scale, BF16, INTERPRETED)
+    q = quotient(x, scale, POW2, BF16, INTERPRETED)
     if INTERPRETED:
         return _code_by_integers(q)
     else:
@@ -135,14 +139,14 @@ def encode(x, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def encode4(x0, x1, x2, x3, scale, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+def encode4(x0, x1, x2, x3, scale, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """The codes of four equal-shaped tensors in the bytes of one int32 tensor, x0 lowest.
 
     A transpose through shared memory moves words four times faster than bytes, so the transposing kernels pack four
     rows before they transpose.
     """
-    q0, q1 = quotient(x0, scale, BF16, INTERPRETED), quotient(x1, scale, BF16, INTERPRETED)
-    q2, q3 = quotient(x2, scale, BF16, INTERPRETED), quotient(x3, scale, BF16, INTERPRETED)
+    q0, q1 = quotient(x0, scale, POW2, BF16, INTERPRETED), quotient(x1, scale, POW2, BF16, INTERPRETED)
+    q2, q3 = quotient(x2, scale, POW2, BF16, INTERPRETED), quotient(x3, scale, POW2, BF16, INTERPRETED)
     if INTERPRETED:
         low = _code_by_integers(q0).to(tl.int32) | (_code_by_integers(q1).to(tl.int32) << 8)
         return low | (_code_by_integers(q2).to(tl.int32) << 16) | (_code_by_integers(q3).to(tl.int32) << 24)

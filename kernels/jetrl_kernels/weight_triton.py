@@ -10,7 +10,8 @@ from jetrl_kernels.quantize_triton import load_float32
 from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
 
-WARPS = 8
+# The fastest of a sweep on an H200.
+WARPS = 4
 
 
 @triton.jit
@@ -30,9 +31,17 @@ def _load_rounded(w, row, col, n, k, stride_n, stride_k, INTERPRETED: tl.constex
 
 
 @triton.jit
+def _store_plain(w0, w1, w2, w3, s, at, kp, POW2: tl.constexpr, INTERPRETED: tl.constexpr):
+    tl.store(at, encode(w0, s, POW2, True, INTERPRETED))
+    tl.store(at + kp, encode(w1, s, POW2, True, INTERPRETED))
+    tl.store(at + 2 * kp, encode(w2, s, POW2, True, INTERPRETED))
+    tl.store(at + 3 * kp, encode(w3, s, POW2, True, INTERPRETED))
+
+
+@triton.jit
 def _blocks_kernel(
     w, codes, scale, words_t, scale_t, n, k, np_, kp, stride_n, stride_k,
-    BOTH: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
+    PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     blocks_k = kp // 128
     block_k = (tl.program_id(0) % blocks_k).to(tl.int64)
@@ -44,14 +53,11 @@ def _blocks_kernel(
     w2 = _load_rounded(w, row + 2, col, n, k, stride_n, stride_k, INTERPRETED)
     w3 = _load_rounded(w, row + 3, col, n, k, stride_n, stride_k, INTERPRETED)
     s = scale_of(amax(amax(abs_max4(w0, w1, w2, w3), 1, INTERPRETED), 0, INTERPRETED), POW2, INTERPRETED)
-    at = codes + row[:, None] * kp + col[None, :]
-    tl.store(at, encode(w0, s, True, INTERPRETED))
-    tl.store(at + kp, encode(w1, s, True, INTERPRETED))
-    tl.store(at + 2 * kp, encode(w2, s, True, INTERPRETED))
-    tl.store(at + 3 * kp, encode(w3, s, True, INTERPRETED))
-    tl.store(scale + block_n * blocks_k + block_k, s)
-    if BOTH:
-        word = tl.trans(encode4(w0, w1, w2, w3, s, True, INTERPRETED))
+    if PLAIN:
+        _store_plain(w0, w1, w2, w3, s, codes + row[:, None] * kp + col[None, :], kp, POW2, INTERPRETED)
+        tl.store(scale + block_n * blocks_k + block_k, s)
+    if TRANSPOSED:
+        word = tl.trans(encode4(w0, w1, w2, w3, s, POW2, True, INTERPRETED))
         group = block_n * 32 + tl.arange(0, 32)
         tl.store(words_t + col[:, None] * (np_ // 4) + group[None, :], word)
         tl.store(scale_t + block_k * (np_ // 128) + block_n, s)
@@ -85,32 +91,40 @@ def _transpose_kernel(words, words_t, scale, scale_t, np_, kp):
     tl.store(scale_t + block_k * (np_ // 128) + block_n, tl.load(scale + block_n * blocks_k + block_k))
 
 
-def _quantize(weight: torch.Tensor, scale_format: str, both: bool) -> tuple[torch.Tensor, ...]:
+def _quantize(weight: torch.Tensor, scale_format: str, plain: bool, transposed: bool) -> tuple[torch.Tensor, ...]:
     check_matrix("weight", weight)
     check_scale_format(scale_format)
     (n, k), np_, kp = weight.shape, pad_to_tile(weight.shape[0]), pad_to_tile(weight.shape[1])
-    codes = new_codes(np_, kp, weight.device)
-    scale = torch.empty(np_ // TILE, kp // TILE, dtype=torch.float32, device=weight.device)
-    codes_t = new_codes(kp, np_, weight.device) if both else codes
-    scale_t = torch.empty(kp // TILE, np_ // TILE, dtype=torch.float32, device=weight.device) if both else scale
-    if codes.numel():
-        _blocks_kernel[(scale.numel(),)](
-            weight, codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, n, k, np_, kp, *weight.stride(),
-            BOTH=both, POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=WARPS,
+
+    def new(wanted: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = new_codes(rows if wanted else 0, columns, weight.device)
+        return codes, torch.empty(codes.shape[0] // TILE, columns // TILE, dtype=torch.float32, device=weight.device)
+
+    (codes, scale), (codes_t, scale_t) = new(plain, np_, kp), new(transposed, kp, np_)
+    if weight.numel():
+        _blocks_kernel[((np_ // TILE) * (kp // TILE),)](
+            weight, codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, n, k, np_, kp,
+            *weight.stride(), PLAIN=plain, TRANSPOSED=transposed, POW2=scale_format == "pow2",
+            INTERPRETED=INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
     return codes, scale, codes_t, scale_t
 
 
 def quantize_blocks(weight: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, K) float32 or bfloat16 -> codes (Np, Kp), scale (Np/128, Kp/128), from bf16(weight)."""
-    return _quantize(weight, scale_format, both=False)[:2]
+    return _quantize(weight, scale_format, plain=True, transposed=False)[:2]
+
+
+def quantize_blocks_transposed(weight: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transpose of `quantize_blocks` (what dgrad contracts with): codes (Kp, Np), scale (Kp/128, Np/128)."""
+    return _quantize(weight, scale_format, plain=False, transposed=True)[2:]
 
 
 def quantize_blocks_both(
     weight: torch.Tensor, scale_format: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantize_blocks` and its transpose (what dgrad contracts with), reading the master once."""
-    return _quantize(weight, scale_format, both=True)
+    """`quantize_blocks` and `quantize_blocks_transposed`, reading the master once."""
+    return _quantize(weight, scale_format, plain=True, transposed=True)
 
 
 def transpose_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,7 @@ def test_weight_quantizer_matches_reference_in_both_orientations(kind, dtype, sc
     transposed = codes.view(torch.uint8).t().contiguous().view(codes.dtype), scale.t().contiguous()
     assert_same(weight_triton.quantize_blocks(w.to(DEVICE), scale_format), (codes, scale))
     assert_same(weight_triton.quantize_blocks_both(w.to(DEVICE), scale_format), (codes, scale, *transposed))
+    assert_same(weight_triton.quantize_blocks_transposed(w.to(DEVICE), scale_format), transposed)
     assert_same(weight_triton.transpose_blocks(codes.to(DEVICE), scale.to(DEVICE)), transposed)
 
 
