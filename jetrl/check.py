@@ -69,10 +69,16 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def compose_jetrl(words: list[str]):
     """The configuration that jetrl.train would run with these words."""
+    from jetrl.data.models import resolve_model_path
     from jetrl.launch.args import parse
     from jetrl.launch.compose import compose_job
+    from jetrl.precision.architectures import bundled_name
 
-    return compose_job(parse(words))
+    cfg = compose_job(parse(words), resolve_model=False)
+    model = cfg.actor_rollout_ref.model
+    if bundled_name(str(model.path)) is None:
+        model.path = resolve_model_path(model.path)
+    return cfg
 
 
 def compose_verl(overrides: list[str]):

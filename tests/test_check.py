@@ -1,6 +1,7 @@
 """`python -m jetrl.check`: verdicts, exit codes, output forms, and the sentences for bad input."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -116,6 +117,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys, words, parts):
     code, out, err = run(capsys, *words)
     assert code == 2 and out == "" and err.count("\n") == 1
     assert all(part in err for part in parts)
+
+
+def test_the_bundled_architectures_need_no_network():
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "jetrl.check", "model=qwen3-8b", HARDWARE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "bundled copy" in done.stdout
 
 
 def test_a_model_folder_is_read_and_says_so(capsys, tmp_path):

@@ -24,18 +24,21 @@ from jetrl.precision.flow import flow_from_dict
 DEFAULT_ROOT = "runs"
 
 
-def compose_job(line: CommandLine, name_suffix: str = "", root: str = DEFAULT_ROOT) -> DictConfig:
+def compose_job(
+    line: CommandLine, name_suffix: str = "", root: str = DEFAULT_ROOT, resolve_model: bool = True
+) -> DictConfig:
     """The job's configuration, complete and checked key by key, interpolations unresolved.
 
     name_suffix is appended to the default run name (a sweep over plain keys needs one); root is the folder of the
-    default run.dir. Raises UserError.
+    default run.dir; resolve_model=False leaves the model's path as written (jetrl.check needs no weights). Raises
+    UserError.
     """
     choices = dict(line.choices)
     check_choices(choices)
     choices.setdefault("hardware", default_hardware())
     cfg = _hydra(CommandLine(choices=choices, overrides=line.overrides))
     try:
-        _fill(cfg, name_suffix, root)
+        _fill(cfg, name_suffix, root, resolve_model)
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise explain(e, cfg) from e
@@ -70,7 +73,7 @@ def verl_config_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
 
 
-def _fill(cfg: DictConfig, name_suffix: str, root: str) -> None:
+def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool) -> None:
     """Defaults that depend on other values, then the wiring of flow, folders and resume."""
     check_numbers(cfg)
     if cfg.run.name is None:
@@ -79,7 +82,8 @@ def _fill(cfg: DictConfig, name_suffix: str, root: str) -> None:
     folder = Path(cfg.run.dir) if cfg.run.dir is not None else Path(root) / str(cfg.run.name)
     cfg.run.dir = str(folder.expanduser().absolute())
     run = run_config(cfg)
-    cfg.actor_rollout_ref.model.path = resolve_model_path(cfg.actor_rollout_ref.model.path)
+    if resolve_model:
+        cfg.actor_rollout_ref.model.path = resolve_model_path(cfg.actor_rollout_ref.model.path)
     wiring.apply_flow(cfg, flow_from_dict(OmegaConf.to_container(cfg.flow, resolve=True)))
     wiring.apply_lengths(cfg)
     wiring.apply_layout(cfg, run)

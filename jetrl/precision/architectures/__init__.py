@@ -17,6 +17,14 @@ def bundled() -> dict[str, dict]:
     }
 
 
+def bundled_name(path: str) -> str | None:
+    """The bundled entry for a hub id, or None; a folder of that name comes first."""
+    if Path(path).expanduser().is_dir():
+        return None
+    entries = bundled().items()
+    return next((name for name, entry in entries if path.lower() in map(str.lower, entry["names"])), None)
+
+
 def load_config(path: str) -> tuple[object, str]:
     """(Hugging Face config, where it came from) of `actor_rollout_ref.model.path`.
 
@@ -26,12 +34,10 @@ def load_config(path: str) -> tuple[object, str]:
 
     from jetrl.launch.model_files import read_config
 
-    if not Path(path).expanduser().is_dir():
-        for name, entry in bundled().items():
-            if path.lower() in (known.lower() for known in entry["names"]):
-                return _config(
-                    path, entry["config"], AutoConfig
-                ), f"bundled copy jetrl/precision/architectures/{name}.json"
+    name = bundled_name(path)
+    if name is not None:
+        source = f"bundled copy jetrl/precision/architectures/{name}.json"
+        return _config(path, bundled()[name]["config"], AutoConfig), source
     source = "config.json of the model folder" if Path(path).expanduser().is_dir() else "config.json from the hub"
     return _config(path, read_config(path), AutoConfig), source
 
