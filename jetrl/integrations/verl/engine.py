@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from verl.utils.device import get_device_name, get_vendor
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -15,6 +16,7 @@ from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl.handshake import RolloutHandshake
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
+from jetrl.precision.formats import TensorFormat, format_of_dtype
 from jetrl.precision.graph import PrecisionGraph
 
 
@@ -33,7 +35,7 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         if self.flow.train.linear != "bf16":
             _refuse_packed_experts(module)
-        self.precision_graph = build_training_graph(module, self.flow.train)
+        self.precision_graph = build_training_graph(module, self.flow.train, carrier=self._carrier())
         report = convert(module, self.precision_graph)
         if self.rank == 0:
             role = "reference" if self.engine_config.forward_only else "actor"
@@ -49,6 +51,17 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
             raise UserError("LoRA is not supported with an FP8 trainer; remove actor_rollout_ref.model.lora_rank")
         if self._qat_enabled:
             raise UserError("QAT is not supported with an FP8 trainer; remove actor.fsdp_config.qat.enable")
+
+    def _carrier(self) -> TensorFormat:
+        """The dtype that FSDP's mixed precision gives everything around the linear layers (VeRL's default: bf16)."""
+        policy = self.engine_config.mixed_precision or {}
+        name = policy.get("param_dtype", "bf16")
+        try:
+            return format_of_dtype(PrecisionType.to_dtype(name))
+        except ValueError as e:
+            raise UserError(
+                f"fsdp_config.mixed_precision.param_dtype={name} is not supported; allowed: bf16, fp32"
+            ) from e
 
     def get_per_tensor_param(self, *args, **kwargs):
         """VeRL calls this once per weight sync, before any weight moves: the place to ask what the rollout runs."""
