@@ -69,16 +69,22 @@ def _drop_padded_columns(y: torch.Tensor, out_features: Sequence[int]) -> torch.
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def dgrad(dy: torch.Tensor, weight: QuantizedWeight, in_features: int, dy_scale_format: str) -> torch.Tensor:
-    """dy w: dy (M, N) in tiles along N, the weight's blocks transposed (same scales). Returns (M, in_features) in dy's dtype."""
-    dy_codes, dy_scale = torch.ops.jetrl.quantize_tiles(dy, dy_scale_format)
-    w_codes, w_scale = torch.ops.jetrl.transpose_blocks(weight.codes, weight.scale)
-    dx = torch.ops.jetrl.gemm_nt(dy_codes, dy_scale, w_codes, w_scale, CARRIER_DTYPES[dy.dtype])
-    return _drop_padded_columns(dx, (in_features,))
+def dgrad(
+    dy_codes: torch.Tensor,
+    dy_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale_format: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """dy w: dy (M, N) in tiles along N; weight (N, K), quantized here to the transpose of fprop's blocks. (M, K)."""
+    w_codes, w_scale = torch.ops.jetrl.quantize_blocks_transposed(weight, weight_scale_format)
+    dx = torch.ops.jetrl.gemm_nt(dy_codes, dy_scale, w_codes, w_scale, CARRIER_DTYPES[out_dtype])
+    return _drop_padded_columns(dx, (weight.shape[1],))
 
 
 def wgrad(
-    dy: torch.Tensor,
+    dyt_codes: torch.Tensor,
+    dyt_scale: torch.Tensor,
     x_codes: torch.Tensor,
     x_scale: torch.Tensor,
     in_features: int,
@@ -87,12 +93,20 @@ def wgrad(
 ) -> torch.Tensor:
     """dy^T x, contracted over tokens with FP32 accumulation: (N, in_features) in out_dtype.
 
-    x is what fprop consumed: its saved 1x128 copy is re-quantized in tiles of 128 along tokens. dy (M, N) is quantized
-    along tokens from the original.
+    dyt: dy^T (N, M) in tiles of 128 tokens. x is what fprop consumed: its saved 1x128 copy is re-quantized along tokens.
     """
-    dy_codes, dy_scale = torch.ops.jetrl.quantize_tiles_transposed(dy, scale_format)
     xt_codes, xt_scale = torch.ops.jetrl.requantize_tiles_transposed(x_codes, x_scale, in_features, scale_format)
-    return torch.ops.jetrl.gemm_nt(dy_codes, dy_scale, xt_codes, xt_scale, "float32").to(out_dtype)
+    carrier = CARRIER_DTYPES.get(out_dtype, "float32")
+    return torch.ops.jetrl.gemm_nt(dyt_codes, dyt_scale, xt_codes, xt_scale, carrier).to(out_dtype)
+
+
+def _quantize_gradient(dy: torch.Tensor, scale_format: str, for_dgrad: bool, for_wgrad: bool):
+    """(codes, scale) of dy in tiles along N, and of dy^T in tiles along tokens; None for the one that is not asked for."""
+    if for_dgrad and for_wgrad:
+        both = torch.ops.jetrl.quantize_tiles_both(dy, scale_format)
+        return both[:2], both[2:]
+    rows = torch.ops.jetrl.quantize_tiles(dy, scale_format) if for_dgrad else None
+    return rows, torch.ops.jetrl.quantize_tiles_transposed(dy, scale_format) if for_wgrad else None
 
 
 class _Float8LinearFunction(torch.autograd.Function):
@@ -117,11 +131,12 @@ class _Float8LinearFunction(torch.autograd.Function):
         fmt = ctx.fmt
         dx = dw = db = None
         dy = dy.contiguous()
+        # from_linear accepts one scale format for all operands, so one read of dy can serve both GEMMs.
+        rows, columns = _quantize_gradient(dy, fmt.dy.scale_format, *ctx.needs_input_grad[:2])
         if ctx.needs_input_grad[0]:
-            quantized = quantize_weight(weight, fmt.weight.scale_format)
-            dx = dgrad(dy, quantized, ctx.in_features, fmt.dy.scale_format)
+            dx = dgrad(*rows, weight, fmt.weight.scale_format, dy.dtype)
         if ctx.needs_input_grad[1]:
-            dw = wgrad(dy, x_codes, x_scale, ctx.in_features, fmt.wgrad_x.scale_format, weight.dtype)
+            dw = wgrad(*columns, x_codes, x_scale, ctx.in_features, fmt.wgrad_x.scale_format, weight.dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None

@@ -69,7 +69,7 @@ def row_class(m: int) -> int:
     return next(rows for rows in (8, 16, 32, 64) if m <= rows)
 
 
-def _shared_bytes(rows: int, shape: Shape) -> int:
+def shared_bytes(rows: int, shape: Shape) -> int:
     stages = shape.stages * _stage_bytes(rows, shape.weight_rows, shape.depth)
     # The last activation block is read as 64 rows: keep that inside the allocation.
     return 1024 + max(stages, (shape.stages * shape.depth - 1) * TILE * rows + TILE * MAX_ROWS)
@@ -109,7 +109,7 @@ def _kernel(device: int, rows: int, shape: Shape, out_float: bool):
         module = _check(driver.cuModuleLoadData(compile_cubin(rows, shape, out_float)))
         function = _check(driver.cuModuleGetFunction(module, b"few_rows_gemm"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(function, limit, _shared_bytes(rows, shape)))
+        _check(driver.cuFuncSetAttribute(function, limit, shared_bytes(rows, shape)))
     return function
 
 
@@ -188,7 +188,7 @@ def gemm_nt(
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = ceil_div(n, shape.weight_rows), 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = _THREADS, 1, 1
-    config.sharedMemBytes = _shared_bytes(rows, shape)
+    config.sharedMemBytes = shared_bytes(rows, shape)
     config.hStream = torch.cuda.current_stream(a.device).cuda_stream
     if overlap:
         attribute = driver.CUlaunchAttribute()

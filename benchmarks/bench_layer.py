@@ -1,0 +1,93 @@
+"""A linear layer forward and backward with all its quantization, against BF16 nn.Linear and others, Qwen3-8B at 8192 tokens.
+
+    python benchmarks/bench_layer.py [--out FOLDER]
+
+Every layer is the real module under autograd (weights BF16, gradients of input and weight). Bar: 1.45 times BF16, geometric
+mean over the model's shapes. torchao's blockwise FP8 training linear is timed where torchao is installed, both with its own
+Triton GEMMs and with torch._scaled_mm.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import torch
+from harness import geometric_mean, print_table, write_results
+from torch import nn
+
+from jetrl.linear import Float8Linear
+from jetrl.precision.formats import LinearFormat
+
+TOKENS = 8192
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
+WARM_UP, RUNS, CALLS = 3, 7, 4
+
+
+def _time(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
+    """Microseconds of forward + backward (median) and spread; several calls per event pair keep Python out of it."""
+
+    def step() -> None:
+        layer.weight.grad = x.grad = None
+        layer(x).backward(dy)
+
+    for _ in range(WARM_UP):
+        step()
+    times = []
+    for _ in range(RUNS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(CALLS):
+            step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median
+
+
+def _layers(n: int, k: int):
+    def plain() -> nn.Linear:
+        return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    yield "bf16", plain()
+    yield "jetrl fp32", Float8Linear.from_linear(plain(), LinearFormat.fp8_blockwise("fp32"))
+    yield "jetrl pow2", Float8Linear.from_linear(plain(), LinearFormat.fp8_blockwise("pow2"))
+    try:
+        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
+    except ImportError as error:
+        print(f"torchao is not timed: {error}")
+        return
+    for name, use_triton in (("torchao scaled_mm", False), ("torchao triton", True)):
+        layer = Float8BlockwiseLinear.from_float(plain())
+        layer.use_triton, layer.dtype, layer.block_size = use_triton, torch.bfloat16, 128
+        yield name, layer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
+    out = parser.parse_args().out
+    rows = []
+    for n, k in SHAPES:
+        x = torch.randn(TOKENS, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        dy = torch.randn(TOKENS, n, device="cuda", dtype=torch.bfloat16)
+        bf16_us = None
+        for name, layer in _layers(n, k):
+            try:
+                us, spread = _time(layer, x, dy)
+            except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+                print(f"{name} {n}x{k} failed: {str(error).splitlines()[0]}")
+                continue
+            bf16_us = bf16_us or us
+            rows.append({"layer": name, "shape": f"{n}x{k}", "us": us, "spread": spread, "ratio": bf16_us / us})
+            del layer
+    print_table(rows)
+    means = {}
+    for name in dict.fromkeys(row["layer"] for row in rows):
+        means[name] = geometric_mean([row["ratio"] for row in rows if row["layer"] == name])
+        print(f"{name}: geometric mean {means[name]:.3f}")
+    print(write_results("layer", rows, out, tokens=TOKENS, means=means))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Every kernel once on small ragged sizes, for compute-sanitizer:
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+"""
+
+import jetrl_kernels.ops  # noqa: F401
+import torch
+from jetrl_kernels import few_rows_gemm, gemm_triton
+
+
+def main() -> None:
+    jetrl, bf16 = torch.ops.jetrl, torch.bfloat16
+    for m, k, n in ((3, 200, 72), (130, 256, 136)):
+        x = torch.randn(m, k, device="cuda", dtype=bf16)
+        norm = torch.randn(k, device="cuda", dtype=bf16)
+        codes, scale = jetrl.quantize_tiles(x, "fp32")
+        jetrl.quantize_tiles_transposed(x, "pow2")
+        codes_t = jetrl.quantize_tiles_both(x.float(), "fp32")[2:]
+        jetrl.requantize_tiles_transposed(codes, scale, k, "fp32")
+        w_codes, w_scale, *transposed = jetrl.quantize_blocks_both(torch.randn(n, k, device="cuda"), "fp32")
+        jetrl.transpose_blocks(*transposed)
+        jetrl.rms_norm_quantize(x, x, norm, 1e-6, "fp32")
+        _, hidden, rstd = jetrl.rms_norm(x, x, norm, 1e-6)
+        jetrl.rms_norm_backward(x, x, hidden, norm, rstd)
+        jetrl.silu_mul_quantize(x, x, "fp32")
+        jetrl.silu_mul_quantize_backward(x, x, x, "fp32")
+        gemm_triton.gemm_nt(codes, scale, w_codes[:n], w_scale, False, bf16)
+        out = torch.zeros(k, k, device="cuda")
+        gemm_triton.gemm_nt_accumulate(*codes_t, *codes_t, out)
+        if m <= few_rows_gemm.MAX_ROWS:
+            y = torch.empty(m, n, device="cuda", dtype=bf16)
+            few_rows_gemm.gemm_nt(codes, scale, w_codes[:n], w_scale, y)
+    torch.cuda.synchronize()
+    print("all kernels ran")
+
+
+if __name__ == "__main__":
+    main()
