@@ -3,8 +3,8 @@
     python benchmarks/bench_layer.py [--out FOLDER]
 
 Every layer is the real module under autograd (weights BF16, gradients of input and weight). Bar: 1.45 times BF16, geometric
-mean over the model's shapes. torchao's blockwise FP8 training linear is timed where torchao is installed, both with its own
-Triton GEMMs and with torch._scaled_mm.
+mean over the model's shapes. torchao's blockwise FP8 training linear is timed where torchao is installed, with
+torch._scaled_mm and, under --torchao-triton, with its own Triton GEMMs (which autotune for minutes).
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _time(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[float, f
     return median, (max(times) - min(times)) / median
 
 
-def _layers(n: int, k: int):
+def _layers(n: int, k: int, torchao_triton: bool):
     def plain() -> nn.Linear:
         return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
 
@@ -57,7 +57,7 @@ def _layers(n: int, k: int):
     except ImportError as error:
         print(f"torchao is not timed: {error}")
         return
-    for name, use_triton in (("torchao scaled_mm", False), ("torchao triton", True)):
+    for name, use_triton in (("torchao scaled_mm", False), ("torchao triton", True))[: 1 + torchao_triton]:
         layer = Float8BlockwiseLinear.from_float(plain())
         layer.use_triton, layer.dtype, layer.block_size = use_triton, torch.bfloat16, 128
         yield name, layer
@@ -66,13 +66,14 @@ def _layers(n: int, k: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
-    out = parser.parse_args().out
+    parser.add_argument("--torchao-triton", action="store_true", help="also time torchao with its Triton GEMMs")
+    arguments = parser.parse_args()
     rows = []
     for n, k in SHAPES:
         x = torch.randn(TOKENS, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
         dy = torch.randn(TOKENS, n, device="cuda", dtype=torch.bfloat16)
         bf16_us = None
-        for name, layer in _layers(n, k):
+        for name, layer in _layers(n, k, arguments.torchao_triton):
             try:
                 us, spread = _time(layer, x, dy)
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:
@@ -80,13 +81,14 @@ def main() -> None:
                 continue
             bf16_us = bf16_us or us
             rows.append({"layer": name, "shape": f"{n}x{k}", "us": us, "spread": spread, "ratio": bf16_us / us})
+            print(rows[-1], flush=True)
             del layer
     print_table(rows)
     means = {}
     for name in dict.fromkeys(row["layer"] for row in rows):
         means[name] = geometric_mean([row["ratio"] for row in rows if row["layer"] == name])
         print(f"{name}: geometric mean {means[name]:.3f}")
-    print(write_results("layer", rows, out, tokens=TOKENS, means=means))
+    print(write_results("layer", rows, arguments.out, tokens=TOKENS, means=means))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     deepgemm   DeepGEMM; weight gradients by its 1D1D kernel (into float32) or cuBLASLt (bfloat16)
     cublaslt   torch's block-scaled scaled_mm; Triton for 65 to 127 rows, where cuBLASLt may split K and change bits
     triton     Triton kernels only
-Up to 64 rows the first two run few_rows_gemm.cu, which NVRTC (part of torch) compiles.
+Few rows (32 beside DeepGEMM, 64 beside cuBLASLt) run few_rows_gemm.cu, which NVRTC (part of torch) compiles.
 All give the same bits wherever a weight is in 128x128 blocks (tests/gpu). Within a backend a shape that its library
 cannot take (a row count or width that its bulk copies cannot address) runs on the Triton kernel of the same bits.
 """

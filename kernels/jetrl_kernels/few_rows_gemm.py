@@ -13,8 +13,6 @@ import torch
 from jetrl_kernels.constants import TILE, ceil_div
 
 MAX_ROWS = 64
-# Shared memory of one CTA: two fit on a multiprocessor, so the next kernel's weights arrive under the tail of this one.
-_SHARED_BUDGET = 110 * 1024
 _THREADS = 160
 
 
@@ -57,10 +55,20 @@ def _stage_bytes(row_class: int, weight_rows: int, depth: int) -> int:
 def plan(
     m: int, n: int, k: int, weight_rows: int | None = None, depth: int | None = None, shared: int | None = None
 ) -> Shape:
-    """The fastest cut of a sweep on an H200 (benchmarks/bench_decode.py); arguments after k override it."""
-    weight_rows = weight_rows or weight_rows_of_a_cta(n)
-    depth = depth or 4
-    fit = ((shared or _SHARED_BUDGET) - 1024) // _stage_bytes(row_class(m), weight_rows, depth)
+    """The fastest cut of a sweep on an H200 (benchmarks/bench_decode.py --sweep); arguments after k override it.
+
+    Little shared memory per CTA (two or three fit on a multiprocessor), so the next kernel's weights arrive under the tail
+    of this one; more where many activation rows share a stage.
+    """
+    one_each, two_each = n <= 32 * 132, n <= 32 * 264  # CTAs of 32 weight rows on 132 multiprocessors
+    if not two_each:
+        cut = (64, 2, 75)
+    elif m <= 16:
+        cut = (32, 4 if one_each else 8, 75)
+    else:
+        cut = (32, 4, 110 if m <= 32 else 210)
+    weight_rows, depth = weight_rows or cut[0], depth or cut[1]
+    fit = ((shared or cut[2] << 10) - 1024) // _stage_bytes(row_class(m), weight_rows, depth)
     return Shape(weight_rows, depth, max(2, min(fit, ceil_div(k // TILE, depth))))
 
 
@@ -144,13 +152,6 @@ def _code_map(codes: torch.Tensor, rows_of_box: int, depth: int):
 def _scale_map(scale: torch.Tensor, rows_of_box: int, depth: int):
     rows, blocks = scale.shape
     return _encode(scale.data_ptr(), True, [rows, blocks], [4 * scale.stride(1)], [rows_of_box, depth])
-
-
-def weight_rows_of_a_cta(n: int) -> int:
-    """Few enough that all 132 multiprocessors of a Hopper GPU take part, more where activations would be re-read often."""
-    if n <= 16 * 132:
-        return 16
-    return 32 if n <= 32 * 264 else 64
 
 
 def gemm_nt(

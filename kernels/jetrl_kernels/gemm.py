@@ -4,16 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
-from jetrl_kernels import backends, gemm_triton
+from jetrl_kernels import backends, few_rows_gemm, gemm_triton
 from jetrl_kernels.constants import TILE, ceil_div
 from jetrl_kernels.ops import OUT_DTYPES, SCALE_ALIGNMENT, check_gemm_operands, new_column_major_scale
 
-FEW_ROWS = 64
+# Up to here few_rows_gemm is ahead of DeepGEMM, and up to its own limit ahead of the other backends.
+_FEW_ROWS_BESIDE_DEEPGEMM = 32
 # Below this cuBLASLt was seen to split K (4096 x 12288 at 8 and 16 rows), which changes bits.
 _CUBLASLT_MIN_ROWS = 128
 # Weight gradients into float32: below this many elements cuBLASLt is ahead of DeepGEMM's 1D1D kernel and the zeros that it
 # adds to, above it behind (8192 tokens on an H200: 4096 x 4096 996 against 969 TFLOP/s, 24576 x 4096 869 against 1013).
 _CUBLASLT_MAX_OUTPUTS = 32 << 20
+# DeepGEMM picks a tile of 16 rows here, which its 1D1D kernel does not compile with.
+_DEEPGEMM_1D1D_MAX_REFUSED_ROWS = 64
 # Bulk stores of bfloat16 rows, and of float32 rows, need multiples of 16 bytes.
 _BF16_ROW, _FLOAT_ROW = 8, 4
 
@@ -65,13 +68,13 @@ def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
     """fprop and dgrad: the weight in 128x128 blocks. Every branch gives the same bits."""
     m, n = a.shape[0], b.shape[0]
     backend = backends.current().gemm
-    if backend != "triton" and m <= FEW_ROWS:
-        from jetrl_kernels import few_rows_gemm
-
+    few = {"deepgemm": _FEW_ROWS_BESIDE_DEEPGEMM, "cublaslt": few_rows_gemm.MAX_ROWS, "triton": 0}[backend]
+    takes_deepgemm = dtype == torch.bfloat16 and n % _BF16_ROW == 0
+    if m <= few or (backend == "deepgemm" and m <= few_rows_gemm.MAX_ROWS and not takes_deepgemm):
         out = torch.empty(m, n, dtype=dtype, device=a.device)
         few_rows_gemm.gemm_nt(a, a_scale, b, b_scale, out)
         return out
-    if backend == "deepgemm" and dtype == torch.bfloat16 and n % _BF16_ROW == 0:
+    if backend == "deepgemm" and takes_deepgemm:
         out = torch.empty(m, n, dtype=dtype, device=a.device)
         backends.deep_gemm().fp8_gemm_nt((a, a_scale), (b, b_scale), out, disable_ue8m0_cast=True)
         return out
@@ -92,7 +95,7 @@ def _tiles(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
 
 def _accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     backend = backends.current().gemm
-    if backend == "deepgemm" and b.shape[0] % _FLOAT_ROW == 0:
+    if backend == "deepgemm" and b.shape[0] % _FLOAT_ROW == 0 and a.shape[0] > _DEEPGEMM_1D1D_MAX_REFUSED_ROWS:
         backends.deep_gemm().fp8_gemm_nt(
             (a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, TILE), disable_ue8m0_cast=True
         )

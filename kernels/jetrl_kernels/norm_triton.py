@@ -18,10 +18,6 @@ from jetrl_kernels.weight_triton import round_to_bf16
 
 # Rows whose weight gradients one program of the backward sums before a second, small sum over programs.
 BACKWARD_ROWS = 32
-BACKWARD_STAGES = 3
-# Rows one program of the forward walks once there are rows enough to fill the GPU.
-FORWARD_ROWS = 4
-MANY_ROWS = 4096
 # Rows longer than this are walked in chunks; fastest of a sweep on an H200, as the elements per thread.
 LARGEST_CHUNK = 4096
 ELEMENTS_PER_THREAD = 16
@@ -49,39 +45,39 @@ def _load_sum(x, residual, at, inside, HAS_RESIDUAL: tl.constexpr, IS_BF16: tl.c
     return h
 
 
-@triton.jit
+# Not specialized on what varies with M: one binary serves every M.
+@triton.jit(do_not_specialize=["stride_scale"])
 def _norm_kernel(
-    x, residual, weight, y, hidden, rstd, codes, scale, m, k, kp, stride_scale, eps, rows,
+    x, residual, weight, y, hidden, rstd, codes, scale, k, kp, stride_scale, eps,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
     IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    # `rows` is no constant of the kernel: one binary serves every M.
-    for row in range(tl.program_id(0).to(tl.int64) * rows, tl.minimum((tl.program_id(0).to(tl.int64) + 1) * rows, m)):
-        start = row * k
-        squares = tl.zeros((CHUNK,), dtype=tl.float32)
-        for c in tl.static_range(CHUNKS):
-            col = c * CHUNK + tl.arange(0, CHUNK)
-            h = _load_sum(x, residual, start + col, col < k, HAS_RESIDUAL, IS_BF16, INTERPRETED)
-            squares += h * h
-        r = tl.math.rsqrt(tl.sum(squares, axis=0) / k + eps)
-        tl.store(rstd + row, r)
-        for c in tl.static_range(CHUNKS):
-            tile = c * (CHUNK // 128) + tl.arange(0, CHUNK // 128)
-            at = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
-            inside = at < k
-            h = _load_sum(x, residual, start + at, inside, HAS_RESIDUAL, IS_BF16, INTERPRETED)
-            if HAS_RESIDUAL:
-                tl.store(hidden + start + at, h.to(hidden.dtype.element_ty), mask=inside)
-            w = _round_like(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
-            n = _round_like(_round_like(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
-            if QUANTIZE:
-                s = scale_of(amax(n, 1, INTERPRETED), POW2, INTERPRETED)
-                padded = tile < kp // 128
-                code = encode(n, s[:, None], POW2, IS_BF16, INTERPRETED)
-                tl.store(codes + row * kp + at, code, mask=padded[:, None])
-                tl.store(scale + tile.to(tl.int64) * stride_scale + row, s, mask=padded)
-            else:
-                tl.store(y + start + at, n.to(y.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    start = row * k
+    squares = tl.zeros((CHUNK,), dtype=tl.float32)
+    for c in tl.static_range(CHUNKS):
+        col = c * CHUNK + tl.arange(0, CHUNK)
+        h = _load_sum(x, residual, start + col, col < k, HAS_RESIDUAL, IS_BF16, INTERPRETED)
+        squares += h * h
+    r = tl.math.rsqrt(tl.sum(squares, axis=0) / k + eps)
+    tl.store(rstd + row, r)
+    for c in tl.static_range(CHUNKS):
+        tile = c * (CHUNK // 128) + tl.arange(0, CHUNK // 128)
+        at = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = at < k
+        h = _load_sum(x, residual, start + at, inside, HAS_RESIDUAL, IS_BF16, INTERPRETED)
+        if HAS_RESIDUAL:
+            tl.store(hidden + start + at, h.to(hidden.dtype.element_ty), mask=inside)
+        w = _round_like(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
+        n = _round_like(_round_like(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
+        if QUANTIZE:
+            s = scale_of(amax(n, 1, INTERPRETED), POW2, INTERPRETED)
+            padded = tile < kp // 128
+            code = encode(n, s[:, None], POW2, IS_BF16, INTERPRETED)
+            tl.store(codes + row * kp + at, code, mask=padded[:, None])
+            tl.store(scale + tile.to(tl.int64) * stride_scale + row, s, mask=padded)
+        else:
+            tl.store(y + start + at, n.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -137,9 +133,8 @@ def _norm(x, residual, weight, eps, scale_format):
     hidden = x.new_empty(0) if residual is None else x.new_empty(m, k)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     if m:
-        rows = FORWARD_ROWS if m >= MANY_ROWS else 1
-        _norm_kernel[(ceil_div(m, rows),)](
-            x, residual, weight, y, hidden, rstd, codes.view(torch.uint8), scale, m, k, kp, scale.stride(1), eps, rows,
+        _norm_kernel[(m,)](
+            x, residual, weight, y, hidden, rstd, codes.view(torch.uint8), scale, k, kp, scale.stride(1), eps,
             CHUNKS=ceil_div(k, chunk), CHUNK=chunk, HAS_RESIDUAL=residual is not None, QUANTIZE=quantize,
             POW2=scale_format == "pow2", IS_BF16=x.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=warps,
         )  # fmt: skip
@@ -170,7 +165,7 @@ def rms_norm_backward(grad, grad_hidden, hidden, weight, rstd):
         block = triton.next_power_of_2(k)
         _norm_backward_kernel[(programs,)](
             grad, grad_hidden, hidden, weight, rstd, dh, dweight, m, k,
-            ROWS=BACKWARD_ROWS, STAGES=BACKWARD_STAGES, BLOCK=block, HAS_GRAD_HIDDEN=grad_hidden is not None,
+            ROWS=BACKWARD_ROWS, STAGES=3 if block <= LARGEST_CHUNK else 1, BLOCK=block, HAS_GRAD_HIDDEN=grad_hidden is not None,
             IS_BF16=grad.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return dh, dweight.sum(0)
