@@ -93,7 +93,11 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["jetrl", "jetrl.*"]) + find_packages("kernels") + ["jetrl.configs"],
     package_dir={"jetrl_kernels": "kernels/jetrl_kernels", "jetrl.configs": "configs"},
-    package_data={"jetrl": ["assets/**/*", "precision/architectures/*.json"], "jetrl.configs": ["**/*.yaml"]},
+    package_data={
+        "jetrl": ["assets/**/*", "precision/architectures/*.json"],
+        "jetrl_kernels": ["*.cu"],
+        "jetrl.configs": ["**/*.yaml"],
+    },
     install_requires=["hydra-core>=1.3,<1.4", "omegaconf>=2.3,<2.4", "numpy"],
     extras_require={
         "cpu": HOST + VLLM_CPU_NEEDS,

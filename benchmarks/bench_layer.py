@@ -8,11 +8,10 @@ torch._scaled_mm and, under --torchao-triton, with its own Triton GEMMs (which a
 """
 
 import argparse
-import statistics
 from pathlib import Path
 
 import torch
-from harness import geometric_mean, print_table, write_results
+from harness import geometric_mean, print_table, time_calls, write_results
 from torch import nn
 
 from jetrl.linear import Float8Linear
@@ -20,29 +19,19 @@ from jetrl.precision.formats import LinearFormat
 
 TOKENS = 8192
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
-WARM_UP, RUNS, CALLS = 3, 7, 4
+REPEATS = 4
 
 
 def _time(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
-    """Microseconds of forward + backward (median) and spread; several calls per event pair keep Python out of it."""
+    """Microseconds of forward + backward on the GPU (median) and spread, replayed from a graph so that Python stays out."""
 
     def step() -> None:
-        layer.weight.grad = x.grad = None
-        layer(x).backward(dy)
+        torch.autograd.grad(layer(x), (x, layer.weight), dy)
 
-    for _ in range(WARM_UP):
-        step()
-    times = []
-    for _ in range(RUNS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(CALLS):
-            step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median
+    with torch.cuda.stream(torch.cuda.Stream()):
+        timing = time_calls([step], REPEATS)
+    torch.cuda.synchronize()
+    return timing.us, timing.spread
 
 
 def _layers(n: int, k: int, torchao_triton: bool):

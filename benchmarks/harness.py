@@ -79,7 +79,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def _commit() -> str:
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or "unknown"
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 def environment() -> dict[str, str]:

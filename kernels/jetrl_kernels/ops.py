@@ -31,6 +31,8 @@ Ops
 `x` is (M, K) bfloat16 or float32; M, K and N need not be multiples of 128; M = 0 is allowed.
 """
 
+import functools
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -100,10 +102,12 @@ def _define(schema: str, cpu: Callable, cuda_module: str, fake: Callable) -> Non
         with torch.autocast("cpu", enabled=False):
             return cpu(*args)
 
-    def run_on_cuda(*args):
-        import importlib
+    @functools.cache
+    def kernel() -> Callable:
+        return getattr(importlib.import_module(f"jetrl_kernels.{cuda_module}"), name)
 
-        return getattr(importlib.import_module(f"jetrl_kernels.{cuda_module}"), name)(*args)
+    def run_on_cuda(*args):
+        return kernel()(*args)
 
     _library.impl(name, run_on_cpu, "CPU")
     _library.impl(name, run_on_cuda, "CUDA")
