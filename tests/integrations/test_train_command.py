@@ -36,7 +36,7 @@ def kill_once_checkpointed(command: list[str], folder: Path, checkpoint: Path, t
 def test_the_default_job_learns_and_goes_on_after_a_kill(tmp_path):
     """One job for both claims, because each takes minutes: killed after its first checkpoint, then the same command."""
     run = tmp_path / "run"
-    command = [*TRAIN, f"run.dir={run}", "trainer.save_freq=10"]
+    command = [*TRAIN, f"run.dir={run}"]
     kill_once_checkpointed(command, tmp_path, run / "checkpoints" / "global_step_10", timeout=900)
     assert max(read_run(run / "metrics.jsonl")) >= 10
 
