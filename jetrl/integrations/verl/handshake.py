@@ -30,13 +30,13 @@ _SHOWN_VIOLATIONS = 3
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """One worker's answer; `graph` in the wire form of PrecisionGraph.to_dict."""
+    """One worker's answer; `graph` in the wire form of PrecisionGraph.to_dict, None where the digest was known."""
 
     server: str
     rank: int
     process: str
     digest: str
-    graph: dict
+    graph: dict | None
     versions: dict[str, str]
 
 
@@ -46,14 +46,15 @@ class RolloutHandshake:
     def __init__(self, flow: Flow, train_graph: PrecisionGraph) -> None:
         self.flow = flow
         self.train_graph = train_graph
-        self._agreed: set[tuple[str, str]] = set()
+        self._agreed: set[tuple[str, str]] = set()  # (process, digest) of every worker that passed
+        self._graphs: dict[str, dict] = {}  # by digest
 
     def check(self) -> None:
         """Collective over all trainer ranks. Raises JobError where a worker differs or does not answer."""
         verdict: list[str | None] = [None]
         if torch.distributed.get_rank() == 0:
             try:
-                self._compare(ask_rollout())
+                self._compare(ask_rollout(list(self._graphs)))
             except JobError as e:
                 verdict = [str(e)]
         torch.distributed.broadcast_object_list(verdict, src=0)
@@ -61,6 +62,7 @@ class RolloutHandshake:
             raise JobError(verdict[0])
 
     def _compare(self, reports: list[WorkerReport]) -> None:
+        self._graphs.update({r.digest: r.graph for r in reports if r.graph is not None})
         fresh = [r for r in reports if (r.process, r.digest) not in self._agreed]
         if not fresh:
             return
@@ -69,7 +71,7 @@ class RolloutHandshake:
         if len(digests) > 1:
             shown = ", ".join(f"{r.server} rank {r.rank}: {r.digest[:12]}" for r in reports)
             raise JobError(f"the rollout workers run different precision graphs ({shown})")
-        violations = check(PrecisionGraph.from_dict(fresh[0].graph), self.train_graph)
+        violations = check(PrecisionGraph.from_dict(self._graphs[fresh[0].digest]), self.train_graph)
         if violations and self.flow.unified:
             raise JobError(violation_sentence(self.flow.name, violations))
         if violations:
@@ -105,22 +107,22 @@ def violation_sentence(flow_name: str, violations: list) -> str:
     )
 
 
-def ask_rollout() -> list[WorkerReport]:
+def ask_rollout(known_digests: list[str]) -> list[WorkerReport]:
     """Every worker of every rollout server of this Ray namespace. Raises JobError when one does not answer."""
     names = sorted(name for name in list_named_actors() if _SERVER_NAME.fullmatch(name))
     if not names:
         raise JobError("no vLLM rollout server was found to compare precision graphs with")
     reports = []
     for name in names:
-        for answer in _ask_server(name):
+        for answer in _ask_server(name, known_digests):
             reports.append(WorkerReport(server=name, **answer))
     return reports
 
 
-def _ask_server(name: str) -> list[dict]:
+def _ask_server(name: str, known_digests: list[str]) -> list[dict]:
     server = ray.get_actor(name)
     try:
-        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD), timeout=TIMEOUT_SECONDS)
+        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD, known_digests), timeout=TIMEOUT_SECONDS)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             answers = ray.get(server.__ray_call__.remote(_collect_report), timeout=TIMEOUT_SECONDS)
@@ -136,10 +138,12 @@ def _ask_server(name: str) -> list[dict]:
     raise JobError(f"{name} did not tell within {TIMEOUT_SECONDS:.0f} s which precision graph it runs")
 
 
-def _start_report(server, method: str) -> None:
+def _start_report(server, method: str, known_digests: list[str]) -> None:
     """Runs inside the rollout server, in a thread of its own; the engine lives in the event loop of its output handler."""
     loop = server.engine.output_handler.get_loop()
-    server.jetrl_report = asyncio.run_coroutine_threadsafe(server.engine.collective_rpc(method=method), loop)
+    server.jetrl_report = asyncio.run_coroutine_threadsafe(
+        server.engine.collective_rpc(method=method, args=(known_digests,)), loop
+    )
 
 
 def _collect_report(server) -> list[dict] | None:

@@ -6,17 +6,19 @@ takes one class and VeRL already uses it, so the plug-in adds the one method to 
 It can go when vLLM accepts several worker extensions.
 """
 
+import functools
 import os
 import uuid
 
+import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
 from jetrl.integrations.protocol import REPORT_METHOD, versions
 from jetrl.precision.build_vllm import build_rollout_graph
+from jetrl.precision.graph import PrecisionGraph
 
 # Tells a restarted worker from the one that answered before.
 _PROCESS_ID = f"{os.getpid()}-{uuid.uuid4().hex}"
-
 
 _trainer_has_asked = False
 
@@ -26,18 +28,29 @@ def trainer_has_asked() -> bool:
     return _trainer_has_asked
 
 
-def report(worker: WorkerBase) -> dict:
-    """Built from the live model, so it says what runs, not what was configured. Plain containers only."""
+def report(worker: WorkerBase, known_digests: list[str]) -> dict:
+    """This worker's precision graph, read off the live model, so it says what runs, not what was configured.
+
+    Plain containers only. `graph` is None where the trainer already knows it by its digest: an 8B graph is megabytes,
+    and this runs at every weight sync.
+    """
     global _trainer_has_asked
-    graph = build_rollout_graph(worker.model_runner.model)
+    graph, digest = _graph_of(worker.model_runner.model)
     _trainer_has_asked = True
     return {
         "process": _PROCESS_ID,
         "rank": worker.rank,
-        "digest": graph.digest(),
-        "graph": graph.to_dict(),
+        "digest": digest,
+        "graph": None if digest in known_digests else graph.to_dict(),
         "versions": versions(),
     }
+
+
+@functools.lru_cache(maxsize=1)
+def _graph_of(model: torch.nn.Module) -> tuple[PrecisionGraph, str]:
+    """Layers get their formats when the model is built, so one graph per model object is enough."""
+    graph = build_rollout_graph(model)
+    return graph, graph.digest()
 
 
 def install() -> None:
