@@ -5,6 +5,7 @@ Each source yields (question, ground truth) for the splits "train" and "val"; je
 
 import itertools
 import random
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,10 @@ def problem_stream(task: TaskConfig, stream: int | str) -> Iterator[Problem]:
 
     stream: a task's seed, or any text for a stream that is no task's.
     """
-    import reasoning_gym
+    with warnings.catch_warnings():
+        # One of its dependencies compares strings with `is`; the warning would greet every user on the first run.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
 
     # reasoning-gym seeds item i with `seed + i`: given neighbouring seeds as they are, two tasks would share all
     # questions but one. Spread over 62 bits, no two streams meet.
