@@ -1,0 +1,1 @@
+"""What `python -m jetrl.report` is made of: reading runs, comparing them, drawing them."""

@@ -1,0 +1,200 @@
+"""From groups to figures and sentences: one row per flow, and what the comparison does and does not establish."""
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from omegaconf import OmegaConf
+
+from jetrl.reporting.graph_verdict import UNKNOWN, Verdict
+from jetrl.reporting.groups import BASELINE, Group, baseline_of, different_keys, flat
+from jetrl.reporting.measures import (
+    ACCURACY,
+    K3,
+    MISMATCH,
+    Spread,
+    average,
+    first_and_last,
+    phase_seconds,
+    seconds_per_step,
+    spread,
+    tokens_per_second,
+    values,
+)
+from jetrl.reporting.svg import number
+
+# Issue of record for the comparison: within the seeds' spread of BF16, or within 1 % absolute.
+ABSOLUTE_BAR = 0.01
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A group's accuracy minus its baseline's, at the last step that all runs of both validated."""
+
+    baseline: Group
+    step: int
+    value: float
+    spread: float | None  # sqrt(sd1^2 + sd2^2); None where a side has one run
+    sampling: float | None  # standard error that the number of validation questions alone gives
+
+
+@dataclass(frozen=True)
+class Row:
+    """One group in figures. Accuracies in [0, 1]; mismatch in nats; times in seconds."""
+
+    group: Group
+    before: Spread
+    after: Spread
+    best: float | None
+    difference: Difference | None
+    mismatch: dict[str, Spread]  # by quantity key, each run's mean over steps
+    seconds: Spread
+    tokens_per_second: Spread
+    verdict: Verdict
+    phases: dict[str, float]
+
+
+def rows(groups: list[Group], verdicts: dict[str, Verdict]) -> list[Row]:
+    return [_row(group, groups, verdicts) for group in groups]
+
+
+def _row(group: Group, groups: list[Group], verdicts: dict[str, Verdict]) -> Row:
+    ends = [first_and_last(run) for run in group.runs]
+    accuracies = [v for run in group.runs for v in values(run, ACCURACY).values() if math.isfinite(v)]
+    baseline = baseline_of(group, groups)
+    return Row(
+        group=group,
+        before=spread([before for before, _ in ends]),
+        after=spread([after for _, after in ends]),
+        best=max(accuracies, default=None),
+        difference=None if baseline is None or baseline is group else _difference(group, baseline),
+        mismatch={q.key: spread([average(run, q) for run in group.runs]) for q in MISMATCH},
+        seconds=spread([seconds_per_step(run) for run in group.runs]),
+        tokens_per_second=spread([tokens_per_second(run) for run in group.runs]),
+        verdict=verdicts[group.runs[0].name],
+        phases=phase_seconds(group),
+    )
+
+
+def _difference(group: Group, baseline: Group) -> Difference | None:
+    validated = [set(values(run, ACCURACY)) for g in (group, baseline) for run in g.runs]
+    # Step 0 is before training: nothing to compare yet.
+    common = set.intersection(*validated) - {0}
+    if not common:
+        return None
+    step = max(common)
+    mine, theirs = (spread([values(run, ACCURACY)[step] for run in g.runs]) for g in (group, baseline))
+    both = mine.sd is not None and theirs.sd is not None
+    return Difference(
+        baseline,
+        step,
+        mine.mean - theirs.mean,
+        math.hypot(mine.sd, theirs.sd) if both else None,
+        _sampling_error(mine, theirs, group.runs[0].cfg),
+    )
+
+
+def _sampling_error(mine: Spread, theirs: Spread, cfg) -> float | None:
+    """Of a difference of two shares measured on n questions, as if the two sides' errors were independent (a shared
+    question set makes it smaller): sqrt(p1 (1 - p1) / n1 + p2 (1 - p2) / n2), n = questions times runs."""
+    questions = OmegaConf.select(cfg, "task.val_size")
+    shares = [(side.mean, side.count) for side in (mine, theirs)]
+    if not questions or not all(0 <= p <= 1 for p, _ in shares):
+        return None
+    return math.sqrt(sum(p * (1 - p) / (questions * count) for p, count in shares))
+
+
+def sentences(table: list[Row]) -> list[str]:
+    """The verdict: accuracy against BF16, mismatch against the FP8 rollout, then what the runs do not establish."""
+    result = [s for row in table if (s := _accuracy_sentence(row))]
+    result += _mismatch_sentences(table)
+    return [*result, *_limits(table)]
+
+
+def _accuracy_sentence(row: Row) -> str | None:
+    d = row.difference
+    if d is None or math.isnan(d.value):
+        return None
+    size = abs(d.value)
+    inside = size <= ABSOLUTE_BAR or (d.spread is not None and size <= d.spread)
+    head = f"{row.group.label} is {_signed(d.value)} from {d.baseline.label} in validation accuracy at step {d.step}: "
+    if inside and d.spread is not None and size <= d.spread:
+        return f"{head}within the seeds' spread (±{number(d.spread)})."
+    if inside:
+        return f"{head}within 0.01 absolute."
+    direction = "above" if d.value > 0 else "below"
+    if d.spread is None:
+        hint = f" (the questions alone give a standard error of about {number(d.sampling)})" if d.sampling else ""
+        return f"{head}{direction} it, and with one seed on a side the spread is not known{hint}."
+    return f"{head}{direction} it by more than the seeds' spread (±{number(d.spread)}) and more than 0.01."
+
+
+def _mismatch_sentences(table: list[Row]) -> list[str]:
+    """Every unified flow against every FP8 rollout on a BF16 trainer, step by step."""
+    result = []
+    for row in table:
+        for other in table:
+            unified = (row.group.flow or "").startswith("unified")
+            if not unified or other.group.flow not in ("fp8_rollout", "fp8_vllm"):
+                continue
+            mine, theirs = _by_step(row.group), _by_step(other.group)
+            common = sorted(set(mine) & set(theirs))
+            if not common:
+                continue
+            below = sum(mine[s] < theirs[s] for s in common)
+            where = "at every step" if below == len(common) else f"at {below} of {len(common)} steps"
+            result.append(
+                f"The mismatch (k3) of {row.group.label} is below that of {other.group.label} {where} they share"
+                f"{_ratio(mine, theirs, common)}."
+            )
+    return result
+
+
+def _ratio(mine: dict[int, float], theirs: dict[int, float], common: list[int]) -> str:
+    middle_mine, middle_theirs = (median(side[s] for s in common) for side in (mine, theirs))
+    if middle_mine <= 0:
+        return f"; medians 0 and {number(middle_theirs)}"
+    return f"; medians {number(middle_mine)} and {number(middle_theirs)}, {number(middle_theirs / middle_mine)}x"
+
+
+def _by_step(group: Group) -> dict[int, float]:
+    steps: dict[int, list[float]] = {}
+    for run in group.runs:
+        for step, value in values(run, K3).items():
+            if math.isfinite(value):
+                steps.setdefault(step, []).append(value)
+    return {step: fmean(row) for step, row in steps.items()}
+
+
+def _limits(table: list[Row]) -> list[str]:
+    result = []
+    runs = [run for row in table for run in row.group.runs]
+    short = [run for run in runs if not run.finished and run.total_steps is not None]
+    if short:
+        result.append(
+            f"{len(short)} of {len(runs)} runs did not finish: "
+            + "; ".join(f"{run.name} {run.state}" for run in short[:4])
+            + (f"; and {len(short) - 4} more" if len(short) > 4 else "")
+            + "."
+        )
+    single = [row.group.label for row in table if len(row.group.runs) == 1 and row.group.flow]
+    if single:
+        result.append(f"One seed only, so no spread: {', '.join(single)}.")
+    if len(table) > 1 and not any(row.group.flow == BASELINE for row in table):
+        result.append("No bf16 run is among them, so nothing is said about the difference from BF16.")
+    for row in table:
+        d = row.difference
+        extra = different_keys([flat(row.group.runs[0]), flat(d.baseline.runs[0])]) if d else []
+        if extra:
+            result.append(
+                f"{row.group.label} and {d.baseline.label} differ in more than the flow "
+                f"({', '.join(extra[:3])}{', and more' if len(extra) > 3 else ''})."
+            )
+    unknown = [row.group.label for row in table if row.verdict.state == UNKNOWN]
+    if unknown:
+        result.append(f"The precision graph was not checked for: {', '.join(unknown)}.")
+    return result
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}" if round(value, 3) else "0.000"

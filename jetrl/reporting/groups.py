@@ -1,0 +1,134 @@
+"""Runs that differ in nothing but a seed form one group: one curve, one band, one row.
+
+Everything else separates: the flow, and every other configuration key that is not a name, a path or a seed.
+"""
+
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from jetrl.reporting.runs import Run
+
+NO_FLOW = "flow not recorded"
+BASELINE = "bf16"
+_ORDER = ("bf16", "fp8_rollout", "fp8_vllm", "unified_fp8", "unified_fp8_pow2", "unified_exact")
+_LABELS = ("run.", "choices.", "resume", "prepare_data", "trainer.experiment_name", "trainer.project_name")
+_LABELS += ("trainer.default_local_dir", "trainer.resume_", "data.train_files", "data.val_files")
+_LABELS += ("ray_kwargs.", "actor_rollout_ref.rollout.trace.", "actor_rollout_ref.rollout.prometheus.")
+_FLOW_WORDS = ("jetrl_flow", "engine_kwargs.vllm.quantization", "rollout.quantization")
+# What two runs must share for their accuracies to be comparable.
+_PROBLEM = ("actor_rollout_ref.model.path", "task.", "data.max_prompt_length", "data.max_response_length")
+
+
+@dataclass(frozen=True)
+class Group:
+    """label: the flow, and what else sets it apart from another group of that flow. seeds: one word per run."""
+
+    label: str
+    flow: str | None
+    runs: tuple[Run, ...]
+    seeds: tuple[str, ...]
+
+
+def flat(run: Run) -> dict[str, object]:
+    """Dotted key -> value of a run's configuration; lists as they are. {} without a configuration."""
+    result: dict[str, object] = {}
+
+    def walk(prefix: str, node: object) -> None:
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), value)
+        else:
+            result[prefix] = node
+
+    if run.cfg is not None:
+        walk("", OmegaConf.to_container(run.cfg))
+    return result
+
+
+def is_seed(key: str) -> bool:
+    last = key.rpartition(".")[2]
+    return last == "seed" or last.endswith("_seed")
+
+
+def is_label(key: str) -> bool:
+    """Names, paths and machine settings: different in every run, without a meaning for the result."""
+    return key.startswith(_LABELS)
+
+
+def is_flow(key: str) -> bool:
+    return key.startswith("flow.") or any(word in key for word in _FLOW_WORDS)
+
+
+def flow_name(run: Run) -> str | None:
+    return None if run.cfg is None else OmegaConf.select(run.cfg, "flow.name")
+
+
+def group_runs(runs: list[Run]) -> list[Group]:
+    """Groups in the order bf16, FP8 rollouts, unified flows, then the others as they were given."""
+    members: dict[tuple, list[Run]] = {}
+    for run in runs:
+        members.setdefault(_signature(run), []).append(run)
+    flows = {key: flow_name(rows[0]) for key, rows in members.items()}
+    groups = []
+    for key, rows in members.items():
+        rivals = [other for other, flow in flows.items() if flow == flows[key] and other != key]
+        label = flows[key] or f"{NO_FLOW}: {rows[0].name}"
+        if rivals and flows[key]:
+            label = f"{label} · {_what_differs(rows[0], [members[r][0] for r in rivals])}"
+        groups.append(Group(label, flows[key], tuple(rows), _seeds(rows)))
+    rank = {name: place for place, name in enumerate(_ORDER)}
+    return sorted(groups, key=lambda g: rank.get(g.flow, len(rank) + (g.flow is None)))
+
+
+def baseline_of(group: Group, groups: list[Group]) -> Group | None:
+    """The BF16 group on the same model, task and lengths; of several, the one with the fewest different keys."""
+    own = flat(group.runs[0])
+    candidates = []
+    for other in groups:
+        theirs = flat(other.runs[0])
+        if other.flow == BASELINE and own and _problem(own) == _problem(theirs):
+            candidates.append((len(different_keys([own, theirs])), other))
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
+
+
+def different_keys(configs: list[dict[str, object]]) -> list[str]:
+    """Keys, names and seeds and the flow aside, that are not the same in all `configs`."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        key
+        for key in keys
+        if not (is_label(key) or is_seed(key) or is_flow(key))
+        and any(config.get(key) != configs[0].get(key) for config in configs)
+    ]
+
+
+def _problem(config: dict[str, object]) -> dict[str, str]:
+    return {key: str(value) for key, value in config.items() if key.startswith(_PROBLEM) and not is_seed(key)}
+
+
+def _signature(run: Run) -> tuple:
+    if run.cfg is None:
+        # Nothing says that two plain VeRL jobs are seeds of one experiment, so they are never averaged.
+        return (str(run.path),)
+    return tuple(sorted((k, str(v)) for k, v in flat(run).items() if not (is_label(k) or is_seed(k))))
+
+
+def _what_differs(run: Run, rivals: list[Run]) -> str:
+    own, words = flat(run), []
+    for rival in rivals:
+        theirs = flat(rival)
+        for key in dict.fromkeys([*own, *theirs]):
+            derived = "jetrl_flow" in key  # the wire form repeats flow.*
+            if own.get(key) != theirs.get(key) and not (is_label(key) or is_seed(key) or derived):
+                words.append(f"{key.rpartition('.')[2]}={own.get(key)}")
+    words = list(dict.fromkeys(words))
+    return ", ".join(words[:2]) + (f", {len(words) - 2} more" if len(words) > 2 else "")
+
+
+def _seeds(rows: list[Run]) -> tuple[str, ...]:
+    configs = [flat(run) for run in rows]
+    keys = [k for k in configs[0] if is_seed(k) and any(c.get(k) != configs[0].get(k) for c in configs)]
+    keys = keys or [k for k in ("task.seed",) if k in configs[0]]
+    # Several seed keys that always move together need one number, not three.
+    return tuple("/".join(dict.fromkeys(str(c.get(k)) for k in keys)) or "-" for c in configs)
