@@ -3,7 +3,8 @@
 Everything else separates: the flow, and every other configuration key that is not a name, a path or a seed.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from omegaconf import OmegaConf
 
@@ -22,12 +23,16 @@ _PROBLEM = ("actor_rollout_ref.model.path", "task.", "data.max_prompt_length", "
 
 @dataclass(frozen=True)
 class Group:
-    """label: the flow, and what else sets it apart from another group of that flow. seeds: one word per run."""
+    """label: the flow, and what else sets it apart from another group of that flow. seeds: one word per run.
+
+    style: number of the group's colour and dash in every picture; a flow has the same in every report.
+    """
 
     label: str
     flow: str | None
     runs: tuple[Run, ...]
     seeds: tuple[str, ...]
+    style: int = 0
 
 
 def flat(run: Run) -> dict[str, object]:
@@ -78,7 +83,16 @@ def group_runs(runs: list[Run]) -> list[Group]:
             label = f"{label} · {_what_differs(rows[0], [members[r][0] for r in rivals])}"
         groups.append(Group(label, flows[key], tuple(rows), _seeds(rows)))
     rank = {name: place for place, name in enumerate(_ORDER)}
-    return sorted(groups, key=lambda g: rank.get(g.flow, len(rank) + (g.flow is None)))
+    return _styled(sorted(groups, key=lambda g: rank.get(g.flow, len(rank) + (g.flow is None))))
+
+
+def _styled(groups: list[Group]) -> list[Group]:
+    spare, taken, result = itertools.count(len(_ORDER)), set(), []
+    for group in groups:
+        known = group.flow in _ORDER and group.flow not in taken
+        taken.add(group.flow)
+        result.append(replace(group, style=_ORDER.index(group.flow) if known else next(spare)))
+    return result
 
 
 def baseline_of(group: Group, groups: list[Group]) -> Group | None:

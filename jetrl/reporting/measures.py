@@ -87,12 +87,17 @@ PHASES = {
 OUTSIDE_STEP = ("testing",)
 REST = "rest of the step"
 
+# Beyond this the noise of single steps fills the picture.
+MOST_POINTS = 120
+
 
 @dataclass(frozen=True)
 class Course:
     """A quantity over a group's steps: mean over the runs that logged the step, and the lowest and highest of them.
 
-    NaN steps are left out of the lists and counted in `not_numbers` (over all runs).
+    A long run is drawn in windows: `steps` are then the windows' last steps, `window` their size in logged steps, mean
+    the mean and low and high the extremes of everything in the window, so no spike is lost. NaN steps are left out of
+    the lists and counted in `not_numbers` (over all runs).
     """
 
     steps: list[int]
@@ -100,6 +105,7 @@ class Course:
     low: list[float]
     high: list[float]
     not_numbers: int
+    window: int = 1
 
     @property
     def has_band(self) -> bool:
@@ -117,8 +123,11 @@ def course(group: Group, quantity: Quantity) -> Course:
             else:
                 bad += 1
     steps = sorted(by_step)
-    rows = [by_step[step] for step in steps]
-    return Course(steps, [fmean(r) for r in rows], [min(r) for r in rows], [max(r) for r in rows], bad)
+    window = math.ceil(len(steps) / MOST_POINTS) or 1
+    windows = [steps[i : i + window] for i in range(0, len(steps), window)]
+    rows = [[v for step in part for v in by_step[step]] for part in windows]
+    ends = [part[-1] for part in windows]
+    return Course(ends, [fmean(r) for r in rows], [min(r) for r in rows], [max(r) for r in rows], bad, window)
 
 
 def values(run: Run, quantity: Quantity) -> dict[int, float]:

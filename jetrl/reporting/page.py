@@ -4,7 +4,7 @@ import math
 from html import escape
 
 from jetrl import __version__
-from jetrl.reporting.compare import Row, sentences
+from jetrl.reporting.compare import Row, findings, limits
 from jetrl.reporting.graph_verdict import Verdict
 from jetrl.reporting.groups import flat, is_label
 from jetrl.reporting.measures import Spread, first_and_last
@@ -20,13 +20,14 @@ def html_page(
     runs: list[Run], verdicts: dict[str, Verdict], table: list[Row], pictures: dict[str, list[Picture]]
 ) -> str:
     flows = len(table)
-    title = f"{len(runs)} run{'s' * (len(runs) != 1)}, {flows} {'curves' if flows != 1 else 'curve'} to compare"
+    title = f"{flows} flows compared over {len(runs)} runs"
     if flows == 1:
         title = f"{table[0].group.label}: {len(runs)} run{'s' * (len(runs) != 1)}"
     parts = [
         f"<h1>{escape(title)}</h1><p class='muted'>{escape(_setting(runs))}</p>",
-        "<div class='cards'>" + "".join(map(_card, table)) + "</div>",
-        "<ul>" + "".join(f"<li>{escape(s)}</li>" for s in sentences(table)) + "</ul>",
+        _list(findings(table)),
+        f"<div class='cards'>{''.join(map(_card, table))}</div>",
+        _list(limits(table)),
         "<h2>By flow</h2>" + _flow_table(table),
     ]
     for heading, row in pictures.items():
@@ -42,6 +43,10 @@ def html_page(
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{style}</style></head><body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _list(lines: list[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
 def _setting(runs: list[Run]) -> str:
@@ -73,7 +78,7 @@ def _card(row: Row) -> str:
     state = row.verdict.state
     return (
         f"<div class='card'><b>{escape(row.group.label)}</b><span class='muted'>validation accuracy</span>"
-        f"<div class='big'>{escape(accuracy)}</div><div>mismatch k3: {escape(k3)}{' nats' if k3 != MISSING else ''}</div>"
+        f"<div class='big'>{accuracy}</div><div>mismatch k3: {escape(k3)}{' nats' if k3 != MISSING else ''}</div>"
         f"<div>precision graph: <span class='{state.replace(' ', '-')}'>{escape(state)}</span></div>"
         f"<div class='muted'>{escape(_states(row))}</div></div>"
     )
@@ -87,12 +92,18 @@ def _states(row: Row) -> str:
     return f"{len(runs)} seeds, {done} finished"
 
 
-def _table(caption: str, heads: list[str], rows: list[list[str]]) -> str:
-    """Cells are HTML already. On a narrow screen each row becomes a card, its cells named by `data-label`."""
+def _table(caption: str, heads: list[str], rows: list[list[str]], breakable: tuple[str, ...] = ()) -> str:
+    """Cells are HTML already. On a narrow screen each row becomes a card, its cells named by `data-label`.
+
+    breakable: columns of paths and keys, which may break inside a word; numbers may not.
+    """
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
     body = "".join(
         "<tr>"
-        + "".join(f"<td data-label='{escape(h)}'><span>{cell}</span></td>" for h, cell in zip(heads, row, strict=True))
+        + "".join(
+            f"<td data-label='{escape(h)}'><span{' class=any' * (h in breakable)}>{cell}</span></td>"
+            for h, cell in zip(heads, row, strict=True)
+        )
         + "</tr>"
         for row in rows
     )
@@ -168,8 +179,9 @@ def _run_table(table: list[Row]) -> str:
     for row in table:
         for run, seed in zip(row.group.runs, row.group.seeds, strict=True):
             ends = [MISSING if v is None else f"{v:.3f}" for v in first_and_last(run)]
-            rows.append([run.name, row.group.label, seed, run.state, *ends, str(run.path)])
-    return _table("", heads, [[escape(cell) for cell in row] for row in rows])
+            state = f"{run.state} ({run.failure.partition(': ')[2]})" if run.failure and not run.finished else run.state
+            rows.append([run.name, row.group.label, seed, state, *ends, str(run.path)])
+    return _table("", heads, [[escape(cell) for cell in row] for row in rows], ("run", "state", "folder"))
 
 
 def _differences(runs: list[Run]) -> str:
@@ -193,7 +205,7 @@ def _differences(runs: list[Run]) -> str:
     if not rows:
         return notes + "<p>None, apart from names, paths and machine settings.</p>"
     caption = "Keys that differ; names, paths and machine settings left out."
-    return notes + _table(caption, ["key", "value and runs"], rows)
+    return notes + _table(caption, ["key", "value and runs"], rows, ("key", "value and runs"))
 
 
 def _figure(picture: Picture) -> str:
@@ -205,16 +217,22 @@ def _figure(picture: Picture) -> str:
 
 
 def _share(s: Spread) -> str:
-    return _formatted(s, lambda v: f"{v:.3f}")
+    if s.mean is None or math.isnan(s.mean):
+        return _spread(s)
+    return f"{s.mean:.3f} ± {s.sd:.3f}" if s.sd is not None else f"{s.mean:.3f}"
 
 
 def _spread(s: Spread) -> str:
-    return _formatted(s, number)
-
-
-def _formatted(s: Spread, text) -> str:
+    """Mean ± sd with the same exponent and decimals on both sides; the sd has two significant digits."""
     if s.mean is None:
         return MISSING
     if math.isnan(s.mean):
         return "NaN"
-    return f"{text(s.mean)} ± {text(s.sd)}" if s.sd is not None else text(s.mean)
+    if not s.sd:
+        return number(s.mean) + (" ± 0" if s.sd == 0 else "")
+    size = math.floor(math.log10(max(abs(s.mean), s.sd)))
+    exponent = size if not -3 <= size < 5 else 0
+    unit = 10.0**exponent
+    decimals = min(6, max(0, 1 - math.floor(math.log10(s.sd / unit))))
+    tail = f"e{exponent}" if exponent else ""
+    return f"{s.mean / unit:.{decimals}f}{tail} ± {s.sd / unit:.{decimals}f}{tail}"

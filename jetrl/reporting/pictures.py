@@ -31,23 +31,26 @@ def sections(table: list[Row]) -> dict[str, list[Picture]]:
 
 
 def draw(quantity: Quantity, groups: list[Group]) -> Picture:
-    curves, absent, broken = [], [], []
-    for number, group in enumerate(groups):
+    curves, absent, broken, window = [], [], [], 1
+    for group in groups:
         line = course(group, quantity)
         if line.not_numbers:
             broken.append(f"{group.label} ({line.not_numbers} steps)")
         if not line.steps:
             absent.append(group.label)
             continue
+        window = max(window, line.window)
         seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
         band = (line.low, line.high) if line.has_band else (None, None)
-        curves.append(Curve(group.label + seeds, number % STYLES, line.steps, line.mean, *band))
+        curves.append(Curve(group.label + seeds, group.style % STYLES, line.steps, line.mean, *band))
     names = " or ".join(quantity.names)
     if not curves:
         why = "NaN or Inf in every step" if broken else f"logged by none of these runs ({names})"
         return Picture(quantity.key, quantity.title, None, (why,))
     notes = []
-    if any(c.low for c in curves):
+    if window > 1:
+        notes.append(f"Line: mean over {window} steps and all seeds; band: lowest to highest of them.")
+    elif any(c.low for c in curves):
         notes.append("Line: mean over seeds; band: lowest to highest seed.")
     if absent:
         notes.append(f"Missing: {', '.join(absent)} did not log it ({names}).")

@@ -19,13 +19,17 @@ from jetrl.launch.wiring import METRICS
 from jetrl.launch.worker_entry import FAILURE
 
 CONFIG = "config.yaml"
+MESSAGE = 160  # characters of a failure's message; the run's log has all of it
 # metrics.3.jsonl is the third start of the run in metrics.jsonl, not a run of its own.
 _EARLIER_START = re.compile(r".+\.\d+\.jsonl$")
 
 
 @dataclass(frozen=True)
 class Run:
-    """name: unique among the report's runs. steps: step -> VeRL's metrics. cfg: None for a plain VeRL job."""
+    """name: unique among the report's runs. steps: step -> VeRL's metrics. cfg: None for a plain VeRL job.
+
+    failure: `<exception>: <message>` of a job that ended with one.
+    """
 
     name: str
     path: Path
@@ -62,7 +66,7 @@ class Run:
             return f"finished, {self.last_step} steps"
         where = f"at step {self.last_step}{of}" if self.last_step else f"before the first step{of and f' (0{of})'}"
         if self.failure is not None:
-            return f"ended {where}: {self.failure}"
+            return f"ended {where}: {self.failure.partition(':')[0]}"
         if self.total_steps is None:
             return f"{self.last_step} steps; how many were planned is not recorded"
         return f"partial, {where}"
@@ -157,8 +161,9 @@ def _failure(file: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         # A job that died while writing this file did fail; what it wanted to say is lost.
         return f"{file.name} is torn, the log has more"
-    first = " ".join(message.split())
-    return f"{kind}: {first[:160]}" if first else kind
+    text = " ".join(message.split())
+    text = text if len(text) <= MESSAGE else f"{text[:MESSAGE].rpartition(' ')[0]} …"
+    return f"{kind}: {text}" if text else kind
 
 
 def _first_line(error: BaseException) -> str:

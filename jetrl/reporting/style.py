@@ -43,16 +43,17 @@ body{{margin:0 auto;max-width:1280px;padding:16px;font:15px/1.45 {_FONTS};color:
 h1{{font-size:21px;margin:0 0 4px}} h2{{font-size:18px;margin:28px 0 8px}} p{{margin:4px 0}} .muted{{color:var(--muted);font-size:13px}}
 .cards{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,230px),1fr));gap:10px;margin:12px 0}}
 .card,figure{{background:var(--panel);border:1px solid var(--grid);border-radius:8px;padding:10px;margin:0;min-width:0}}
-.card b{{display:block}} .card .big{{font-size:19px;font-weight:600}}
+.card b{{display:block}} .card .big{{font-size:18px;font-weight:600}} .one{{white-space:nowrap}}
 .unified{{color:var(--good)}} .not-unified{{color:var(--warn)}} .violated{{color:var(--bad)}} .not-checked{{color:var(--muted)}}
 ul{{margin:6px 0;padding-left:20px}}
-.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:12px}}
-figure{{background:var(--page);padding:8px}} figure svg{{display:block;width:100%;max-width:620px;height:auto;margin:0 auto}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:12px}}
+figure{{background:var(--page);padding:8px}} figure svg{{display:block;width:100%;max-width:560px;height:auto;margin:0 auto}}
 figcaption{{color:var(--muted);font-size:13px;margin-top:4px}}
 table{{border-collapse:collapse;width:100%}} caption{{text-align:left;color:var(--muted);font-size:13px;padding-bottom:6px}}
 th,td{{text-align:left;vertical-align:top;padding:6px 8px;border-bottom:1px solid var(--grid)}} th{{font-size:13px;color:var(--muted)}}
-@media (max-width:760px){{
-body{{padding:12px}} thead{{position:absolute;left:-9999px}} table,tbody,tr,td,caption{{display:block}}
+table{{overflow-wrap:break-word}} .any{{overflow-wrap:anywhere}}
+@media (max-width:1000px){{
+body{{padding:12px}} table{{overflow-wrap:anywhere}} thead{{position:absolute;left:-9999px}} table,tbody,tr,td,caption{{display:block}}
 tr{{background:var(--panel);border:1px solid var(--grid);border-radius:8px;margin-bottom:10px;padding:4px 8px}}
 td{{display:grid;grid-template-columns:minmax(0,9em) minmax(0,1fr);gap:8px;padding:4px 0}} tr td:last-child{{border-bottom:0}}
 td::before{{content:attr(data-label);color:var(--muted);font-size:13px}} td:first-child{{font-weight:600}}

@@ -200,18 +200,7 @@ def _log_scale(numbers: list[float], top: float, bottom: float):
 
 
 def _points(xs: list[int], ys: list[float], x_of, y_of) -> list[tuple[float, float]]:
-    """Picture coordinates; where many points share a pixel column, its lowest and highest stay, so no spike is lost."""
-    points = [(x_of(x), y_of(y)) for x, y in zip(xs, ys, strict=True)]
-    if len(points) <= WIDTH:
-        return points
-    columns: dict[int, list[tuple[float, float]]] = {}
-    for point in points:
-        columns.setdefault(int(point[0]), []).append(point)
-    kept = []
-    for column in columns.values():
-        ends = {min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
+    return [(x_of(x), y_of(y)) for x, y in zip(xs, ys, strict=True)]
 
 
 def _path(points: list[tuple[float, float]]) -> str:
