@@ -118,7 +118,7 @@ def _is_unified(row: Row) -> bool:
 def _accuracy_sentence(row: Row) -> str | None:
     d = row.difference
     if d is None or math.isnan(d.value):
-        return None
+        return _own_sentence(row)
     size = abs(d.value)
     inside = size <= ABSOLUTE_BAR or (d.spread is not None and size <= d.spread)
     head = f"{row.group.label}: {_signed(d.value)} against {d.baseline.label} in validation accuracy at step {d.step}, "
@@ -133,6 +133,15 @@ def _accuracy_sentence(row: Row) -> str | None:
         hint = f" (the questions alone give a standard error of about {d.sampling:.3f})" if d.sampling else ""
         return f"{head}{direction} it; with one seed on a side the spread is not known{hint}."
     return f"{head}{direction} it by more than the seeds' spread (±{d.spread:.3f}) and more than {ABSOLUTE_BAR}."
+
+
+def _own_sentence(row: Row) -> str | None:
+    """Without a BF16 run to hold it against: what training did to the accuracy."""
+    if row.before.mean is None or row.after.mean is None or row.group.flow == BASELINE:
+        return None
+    before, after = row.before.mean, row.after.mean
+    last = max(max(values(run, ACCURACY), default=0) for run in row.group.runs)
+    return f"{row.group.label}: validation accuracy {before:.3f} before, {after:.3f} at step {last} ({after - before:+.3f})."
 
 
 def _mismatch_sentences(table: list[Row]) -> list[str]:
@@ -179,7 +188,7 @@ def limits(table: list[Row]) -> list[str]:
     short = [run for run in runs if not run.finished and run.total_steps is not None]
     if short:
         result.append(
-            f"{len(short)} of {len(runs)} runs did not finish: "
+            f"{len(short)} of {len(runs)} run{'s' * (len(runs) > 1)} did not finish: "
             + "; ".join(f"{run.name} {run.state}" for run in short[:4])
             + (f"; and {len(short) - 4} more" if len(short) > 4 else "")
             + "."
@@ -189,6 +198,12 @@ def limits(table: list[Row]) -> list[str]:
         result.append(f"One seed only, so no spread: {', '.join(single)}.")
     if len(table) > 1 and not any(row.group.flow == BASELINE for row in table):
         result.append("No bf16 run is among them, so nothing is said about the difference from BF16.")
+    alone = [r.group.label for r in table if r.difference is None and r.group.flow not in (None, BASELINE)]
+    if alone and any(row.group.flow == BASELINE for row in table):
+        result.append(
+            f"Not compared with bf16, which was not run on the same model, task and lengths to a validation step that "
+            f"they share: {', '.join(alone)}."
+        )
     for row in table:
         d = row.difference
         extra = different_keys([flat(row.group.runs[0]), flat(d.baseline.runs[0])]) if d else []

@@ -72,7 +72,11 @@ def _setting(runs: list[Run]) -> str:
 def _card(row: Row) -> str:
     before, after = _share(row.before), _share(row.after)
     accuracy = (
-        f"{before} → {after}" if row.after.count else f"{before} before training" if row.before.count else MISSING
+        f"<span class='one'>{before} →</span> <span class='one'>{after}</span>"
+        if row.after.count
+        else f"{before} before training"
+        if row.before.count
+        else MISSING
     )
     k3 = _spread(row.mismatch["k3"])
     state = row.verdict.state
@@ -124,7 +128,7 @@ def _flow_table(table: list[Row]) -> str:
         )
     caption = (
         "Mean ± standard deviation over seeds. Accuracy after: the last validation. Best: the highest validation of any "
-        "seed. Mismatch: mean over steps. Step time and tokens/s: median over steps, validation not in it."
+        "seed. Mismatch: mean over steps. Step time and tokens/s: median over steps, validation not in it; speed: tokens/s over bf16's."
     )
     return _table(caption, heads, [[escape(cell) for cell in row] for row in cells])
 
@@ -145,7 +149,7 @@ def _speed(row: Row, table: list[Row]) -> str:
         return "1"
     if base is None or not base.tokens_per_second.mean or not row.tokens_per_second.mean:
         return "-"
-    return f"{row.tokens_per_second.mean / base.tokens_per_second.mean:.2f}x tokens/s"
+    return f"{row.tokens_per_second.mean / base.tokens_per_second.mean:.2f}x"
 
 
 def _phase_table(table: list[Row]) -> str:

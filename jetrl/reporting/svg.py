@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 460
+WIDTH = 400
 FONT = 13
 # Advance of an average character in units of the font size. Generous (DejaVu Sans, the widest common one, has 0.6),
 # because text that is narrower than thought only leaves a gap, and text that is wider overlaps.
@@ -147,13 +147,14 @@ def _linear(a: float, b: float, at_a: float, at_b: float) -> Callable[[float], f
     return lambda value: at_a + (value - a) / ((b - a) or 1.0) * (at_b - at_a)
 
 
-def _nice(low: float, high: float, most: int) -> list[float]:
-    """At most `most` + 1 round values that cover low..high."""
+def _nice(low: float, high: float, most: int, whole: bool = False) -> list[float]:
+    """At most `most` + 2 round values that cover low..high; whole: whole numbers only."""
     if high <= low:
         low, high = (low - 0.5, high + 0.5) if low == high else (high, low)
     raw = (high - low) / most
     size = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw * (1 - 1e-9))
+    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw * (1 - 1e-9) and not (whole and m == 2.5))
+    step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, last + 1)]
 
@@ -162,8 +163,7 @@ def _x_ticks(steps: list[int]) -> list[float]:
     low, high = min(steps), max(steps)
     if low == high:
         return [low]
-    ticks = [t for t in _nice(low, high, 6) if t == int(t)]
-    return [min(low, ticks[0]) if low < ticks[0] else ticks[0], *ticks[1:]]
+    return _nice(low, high, 6, whole=True)
 
 
 def _y_scale(curves: list[Curve], log: bool, top: float, bottom: float):
