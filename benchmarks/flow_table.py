@@ -10,10 +10,10 @@ import argparse
 import datetime
 import json
 import platform
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
+from harness import commit
 from omegaconf import OmegaConf
 
 from jetrl.integrations.protocol import versions
@@ -48,11 +48,6 @@ def markdown(rows: list[dict]) -> str:
     lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(cell(r[key]) for key in COLUMNS) + " |" for r in rows]
     return "\n".join(lines) + "\n"
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or "unknown"
 
 
 def main() -> None:

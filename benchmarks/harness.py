@@ -77,7 +77,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return statistics.geometric_mean(values)
 
 
-def _commit() -> str:
+def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
@@ -91,7 +91,7 @@ def environment() -> dict[str, str]:
             names[module] = getattr(__import__(module), "__version__", "unknown")
         except ImportError:
             names[module] = "absent"
-    return names | {"gpu": torch.cuda.get_device_name(), "commit": _commit()}
+    return names | {"gpu": torch.cuda.get_device_name(), "commit": commit()}
 
 
 def print_table(rows: Sequence[dict]) -> None:
