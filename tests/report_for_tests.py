@@ -3,13 +3,17 @@
 import json
 import math
 import random
-from functools import cache
+from dataclasses import asdict
+from functools import cache, reduce
 from pathlib import Path
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from jetrl.launch.args import parse
 from jetrl.launch.compose import compose_job
+from jetrl.launch.wiring import apply_flow
+from jetrl.precision.flow import load_flow
 
 STEPS = 12
 # Final accuracy and the mean k3 that the invented curves tend to.
@@ -17,18 +21,27 @@ SHAPES = {"bf16": (0.60, 2e-6), "fp8_rollout": (0.52, 6e-4), "unified_fp8": (0.5
 
 
 @cache
-def _composed(flow: str) -> DictConfig:
-    return compose_job(parse([f"+precision={flow}", "hardware=cpu"]))
+def _composed() -> DictConfig:
+    return compose_job(parse(["+precision=bf16", "hardware=cpu"]))
 
 
-def config(flow: str, folder: Path, seed: int, steps: int = STEPS, **changes) -> DictConfig:
-    """The flow's real configuration in `folder`. changes: dotted keys with __ for a dot."""
-    cfg = OmegaConf.create(OmegaConf.to_container(_composed(flow), resolve=True))
-    cfg.run.dir, cfg.run.name = str(folder), folder.name
-    cfg.task.seed = seed
-    cfg.trainer.total_training_steps = steps
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+@cache
+def _with_flow(name: str) -> str:
+    """The job's real configuration under a flow, as JSON. Composed once, because composing takes seconds."""
+    cfg = _composed().copy()
+    flow = load_flow(name)
+    cfg.flow, cfg.choices.precision = asdict(flow), name
+    apply_flow(cfg, flow)
+    return json.dumps(OmegaConf.to_container(cfg, resolve=True))
+
+
+def config(flow: str, folder: Path, seed: int, steps: int = STEPS, **changes) -> dict:
+    """The flow's configuration in `folder`. changes: dotted keys with __ for a dot."""
+    cfg = json.loads(_with_flow(flow))
+    changes = {"run__dir": str(folder), "run__name": folder.name, "task__seed": seed, **changes}
+    for key, value in {"trainer__total_training_steps": steps, **changes}.items():
+        *path, last = key.split("__")
+        reduce(dict.__getitem__, path, cfg)[last] = value
     return cfg
 
 
@@ -80,7 +93,7 @@ def write_run(root: Path, flow: str, seed: int = 0, done: int = STEPS, name: str
     """A run's folder after `done` of STEPS steps."""
     folder = root / (name or f"{flow}-seed={seed}")
     folder.mkdir(parents=True)
-    OmegaConf.save(config(flow, folder, seed, **changes), folder / "config.yaml")
+    (folder / "config.yaml").write_text(yaml.dump(config(flow, folder, seed, **changes), Dumper=yaml.CSafeDumper))
     steps = {step: row for step, row in metrics(flow, seed).items() if step <= done}
     write_metrics(folder / "metrics.jsonl", steps)
     return folder

@@ -4,10 +4,8 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from omegaconf import OmegaConf
-
 from jetrl.reporting.graph_verdict import UNKNOWN, Verdict
-from jetrl.reporting.groups import BASELINE, Group, baseline_of, different_keys, flat
+from jetrl.reporting.groups import BASELINE, Group, baseline_of, different_keys
 from jetrl.reporting.measures import (
     ACCURACY,
     K3,
@@ -91,14 +89,14 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
         step,
         mine.mean - theirs.mean,
         math.hypot(mine.sd, theirs.sd) if both else None,
-        _sampling_error(mine, theirs, group.runs[0].cfg),
+        _sampling_error(mine, theirs, group.runs[0].flat),
     )
 
 
-def _sampling_error(mine: Spread, theirs: Spread, cfg) -> float | None:
+def _sampling_error(mine: Spread, theirs: Spread, config: dict) -> float | None:
     """Of a difference of two shares measured on n questions, as if the two sides' errors were independent (a shared
     question set makes it smaller): sqrt(p1 (1 - p1) / n1 + p2 (1 - p2) / n2), n = questions times runs."""
-    questions = OmegaConf.select(cfg, "task.val_size")
+    questions = config.get("task.val_size")
     shares = [(side.mean, side.count) for side in (mine, theirs)]
     if not questions or not all(0 <= p <= 1 for p, _ in shares):
         return None
@@ -206,7 +204,7 @@ def limits(table: list[Row]) -> list[str]:
         )
     for row in table:
         d = row.difference
-        extra = different_keys([flat(row.group.runs[0]), flat(d.baseline.runs[0])]) if d else []
+        extra = different_keys([row.group.runs[0].flat, d.baseline.runs[0].flat]) if d else []
         if extra:
             result.append(
                 f"{row.group.label} and {d.baseline.label} differ in more than the flow "

@@ -1,11 +1,13 @@
 """What the precision graph says of a run: `jetrl.check`'s own answer for the configuration that the run kept."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jetrl.errors import UserError
+from jetrl.reporting.groups import is_label, is_seed
 from jetrl.reporting.runs import Run
 
 UNIFIED, DECLARED, VIOLATED, UNKNOWN = "unified", "not unified", "violated", "not checked"
@@ -29,9 +31,9 @@ def verdict_of(run: Run) -> Verdict:
     from jetrl.precision.job import read_job
 
     try:
-        job = read_job(run.cfg)
+        job = read_job(OmegaConf.create(run.cfg))
         path = job.model_path
-        if bundled_name(path) is None and not _is_folder(path):
+        if bundled_name(path) is None and not Path(path).expanduser().is_dir():
             # load_config would ask the hub: a report reads what is here.
             return Verdict(UNKNOWN, f"the model's config.json is not readable here ({path})")
         result = check_job(job)
@@ -55,21 +57,6 @@ def verdicts(runs: list[Run]) -> dict[str, Verdict]:
 
 
 def _precision_part(run: Run) -> str:
-    if run.cfg is None:
-        return ""
-    keys = ("actor_rollout_ref.model", "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "data", "trainer")
-    parts = [OmegaConf.to_container(OmegaConf.select(run.cfg, key) or OmegaConf.create({})) for key in keys]
-    for part in parts:
-        _drop_names(part)
-    return repr(parts)
-
-
-def _drop_names(part: dict) -> None:
-    for key in ("seed", "trace", "prometheus", "experiment_name", "default_local_dir", "train_files", "val_files"):
-        part.pop(key, None)
-
-
-def _is_folder(path: str) -> bool:
-    from pathlib import Path
-
-    return Path(path).expanduser().is_dir()
+    """All that verdict_of can depend on, and more: a key too many costs a check, a key too few a wrong verdict."""
+    kept = ("actor_rollout_ref.", "data.", "trainer.")
+    return repr([(k, v) for k, v in run.flat.items() if k.startswith(kept) and not (is_label(k) or is_seed(k))])

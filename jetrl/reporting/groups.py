@@ -6,8 +6,6 @@ Everything else separates: the flow, and every other configuration key that is n
 import itertools
 from dataclasses import dataclass, replace
 
-from omegaconf import OmegaConf
-
 from jetrl.reporting.runs import Run
 
 NO_FLOW = "flow not recorded"
@@ -35,22 +33,6 @@ class Group:
     style: int = 0
 
 
-def flat(run: Run) -> dict[str, object]:
-    """Dotted key -> value of a run's configuration; lists as they are. {} without a configuration."""
-    result: dict[str, object] = {}
-
-    def walk(prefix: str, node: object) -> None:
-        if isinstance(node, dict) and node:
-            for key, value in node.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), value)
-        else:
-            result[prefix] = node
-
-    if run.cfg is not None:
-        walk("", OmegaConf.to_container(run.cfg))
-    return result
-
-
 def is_seed(key: str) -> bool:
     last = key.rpartition(".")[2]
     return last == "seed" or last.endswith("_seed")
@@ -66,7 +48,7 @@ def is_flow(key: str) -> bool:
 
 
 def flow_name(run: Run) -> str | None:
-    return None if run.cfg is None else OmegaConf.select(run.cfg, "flow.name")
+    return run.flat.get("flow.name")
 
 
 def group_runs(runs: list[Run]) -> list[Group]:
@@ -97,10 +79,10 @@ def _styled(groups: list[Group]) -> list[Group]:
 
 def baseline_of(group: Group, groups: list[Group]) -> Group | None:
     """The BF16 group on the same model, task and lengths; of several, the one with the fewest different keys."""
-    own = flat(group.runs[0])
+    own = group.runs[0].flat
     candidates = []
     for other in groups:
-        theirs = flat(other.runs[0])
+        theirs = other.runs[0].flat
         if other.flow == BASELINE and own and _problem(own) == _problem(theirs):
             candidates.append((len(different_keys([own, theirs])), other))
     return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
@@ -125,13 +107,13 @@ def _signature(run: Run) -> tuple:
     if run.cfg is None:
         # Nothing says that two plain VeRL jobs are seeds of one experiment, so they are never averaged.
         return (str(run.path),)
-    return tuple(sorted((k, str(v)) for k, v in flat(run).items() if not (is_label(k) or is_seed(k))))
+    return tuple(sorted((k, str(v)) for k, v in run.flat.items() if not (is_label(k) or is_seed(k))))
 
 
 def _what_differs(run: Run, rivals: list[Run]) -> str:
-    own, words = flat(run), []
+    own, words = run.flat, []
     for rival in rivals:
-        theirs = flat(rival)
+        theirs = rival.flat
         for key in dict.fromkeys([*own, *theirs]):
             derived = "jetrl_flow" in key  # the wire form repeats flow.*
             if own.get(key) != theirs.get(key) and not (is_label(key) or is_seed(key) or derived):
@@ -141,7 +123,7 @@ def _what_differs(run: Run, rivals: list[Run]) -> str:
 
 
 def _seeds(rows: list[Run]) -> tuple[str, ...]:
-    configs = [flat(run) for run in rows]
+    configs = [run.flat for run in rows]
     keys = [k for k in configs[0] if is_seed(k) and any(c.get(k) != configs[0].get(k) for c in configs)]
     keys = keys or [k for k in ("task.seed",) if k in configs[0]]
     # Several seed keys that always move together need one number, not three.

@@ -6,7 +6,7 @@ from html import escape
 from jetrl import __version__
 from jetrl.reporting.compare import Row, findings, limits
 from jetrl.reporting.graph_verdict import Verdict
-from jetrl.reporting.groups import flat, is_label
+from jetrl.reporting.groups import is_label
 from jetrl.reporting.measures import Spread, first_and_last
 from jetrl.reporting.pictures import Picture
 from jetrl.reporting.runs import Run
@@ -57,7 +57,7 @@ def _setting(runs: list[Run]) -> str:
         "response tokens": "data.max_response_length",
         "lr": "actor_rollout_ref.actor.optim.lr",
     }
-    configs = [flat(run) for run in runs if run.cfg is not None]
+    configs = [run.flat for run in runs if run.cfg is not None]
     if not configs:
         return "VeRL metrics without a configuration: model, task and flow are not recorded"
     words = []
@@ -190,7 +190,7 @@ def _run_table(table: list[Row]) -> str:
 
 def _differences(runs: list[Run]) -> str:
     """Every key that is not the same in all runs with a configuration; names, paths and machine settings left out."""
-    configs = {run.name: flat(run) for run in runs if run.cfg is not None}
+    configs = {run.name: run.flat for run in runs if run.cfg is not None}
     without = [run.name for run in runs if run.cfg is None]
     notes = f"<p>No configuration is recorded for: {escape(', '.join(without))}.</p>" if without else ""
     if len(configs) < 2:

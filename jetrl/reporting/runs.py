@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from jetrl.errors import UserError
 from jetrl.launch.metrics_log import figures, read_run
@@ -26,7 +27,7 @@ _EARLIER_START = re.compile(r".+\.\d+\.jsonl$")
 
 @dataclass(frozen=True)
 class Run:
-    """name: unique among the report's runs. steps: step -> VeRL's metrics. cfg: None for a plain VeRL job.
+    """name: unique among the report's runs. steps: step -> VeRL's metrics. cfg: plain dicts; None for a plain VeRL job.
 
     failure: `<exception>: <message>` of a job that ended with one.
     """
@@ -34,8 +35,23 @@ class Run:
     name: str
     path: Path
     steps: dict[int, dict[str, float | None]]
-    cfg: DictConfig | None = None
+    cfg: dict | None = None
     failure: str | None = None
+
+    @cached_property
+    def flat(self) -> dict[str, object]:
+        """Dotted key -> value of the configuration; lists as they are. {} without a configuration."""
+        result: dict[str, object] = {}
+
+        def walk(prefix: str, node: object) -> None:
+            if isinstance(node, dict) and node:
+                for key, value in node.items():
+                    walk(f"{prefix}.{key}" if prefix else str(key), value)
+            elif prefix:
+                result[prefix] = node
+
+        walk("", self.cfg or {})
+        return result
 
     @property
     def last_step(self) -> int:
@@ -45,13 +61,11 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """How many steps the job was to do; None where its configuration does not say."""
-        if self.cfg is None:
-            return None
-        explicit = OmegaConf.select(self.cfg, "trainer.total_training_steps")
+        explicit = self.flat.get("trainer.total_training_steps")
         if explicit is not None:
             return int(explicit)
         names = ("trainer.total_epochs", "task.train_size", "data.train_batch_size")
-        epochs, rows, batch = (OmegaConf.select(self.cfg, name) for name in names)
+        epochs, rows, batch = (self.flat.get(name) for name in names)
         return epochs * (rows // batch) if epochs and rows and batch else None
 
     @property
@@ -140,13 +154,24 @@ def _load(place: Path, name: str) -> Run:
     return Run(name, place, steps, cfg, _failure(folder / FAILURE) if folder else None)
 
 
-def _config(file: Path) -> DictConfig:
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """libyaml's speed (a job's file has a thousand lines), and 1e-6 is a number, as it is for OmegaConf."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _config(file: Path) -> dict:
     try:
-        cfg = OmegaConf.load(file)
-        OmegaConf.resolve(cfg)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as e:
+        text = file.read_text(encoding="utf-8")
+        cfg = yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+        if "${" in text:
+            cfg = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as e:
         raise UserError(f"{file} is not a readable configuration ({_first_line(e)}); give a run of jetrl.train") from e
-    if not isinstance(cfg, DictConfig) or "actor_rollout_ref" not in cfg:
+    if not isinstance(cfg, dict) or "actor_rollout_ref" not in cfg:
         raise UserError(f"{file} is not a job's configuration (no actor_rollout_ref in it); give a run of jetrl.train")
     return cfg
 
