@@ -6,7 +6,9 @@ import sys
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
+from jetrl.command import run_command
 from jetrl.errors import UserError
 
 USAGE = """\
@@ -22,11 +24,7 @@ SHOWN_NAMES = 4
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code."""
-    try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except UserError as e:
-        print(f"jetrl: {e}", file=sys.stderr)
-        return 2
+    return run_command(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
 def _run(argv: list[str]) -> int:
@@ -52,8 +50,14 @@ def _run(argv: list[str]) -> int:
     return result.exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """argparse would print its usage before the sentence."""
+        raise UserError(f"{message}; --help shows what is allowed")
+
+
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m jetrl.check", usage=USAGE, add_help=True, allow_abbrev=False)
+    parser = _Parser(prog="python -m jetrl.check", usage=USAGE, add_help=True, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--svg", metavar="FILE", help="draw one decoder layer, both graphs overlaid")
     parser.add_argument("--html", metavar="FILE", help="the same with the table, as one page")
@@ -89,16 +93,20 @@ def compose_verl(overrides: list[str]):
     from omegaconf.errors import OmegaConfBaseException
 
     from jetrl.launch.compose import verl_config_folder
+    from jetrl.launch.config import check_nodes, check_numbers
     from jetrl.launch.errors_map import explain
 
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(verl_config_folder()), version_base="1.3"):
-            return compose("ppo_trainer", overrides=overrides)
-    except (HydraException, OmegaConfBaseException) as e:
+            cfg = compose("ppo_trainer", overrides=overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as e:  # ValueError: Hydra's, for `data=null`
         raise explain(e, overrides=tuple(overrides)) from e
     finally:
         GlobalHydra.instance().clear()
+    check_nodes(cfg)
+    check_numbers(cfg)
+    return cfg
 
 
 def report_lines(result) -> list[str]:

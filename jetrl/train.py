@@ -3,7 +3,7 @@
 import sys
 
 from jetrl import __version__
-from jetrl.errors import JobError, UserError
+from jetrl.command import run_command
 from jetrl.launch.args import GROUPS, CommandLine, options, parse
 
 USAGE = """\
@@ -33,20 +33,7 @@ flags:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 1 when a started job failed; 2 when it was refused before; 130 after Ctrl-C."""
-    try:
-        return _run(parse(sys.argv[1:] if argv is None else argv))
-    except UserError as e:
-        print(f"jetrl: {e}", file=sys.stderr)
-        return 2
-    except JobError as e:
-        print(f"jetrl: {e}", file=sys.stderr)
-        return 1
-    except OSError as e:  # a disk that fills up, a folder that vanishes
-        print(f"jetrl: {e.strerror or e}{f': {e.filename}' if e.filename else ''}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("jetrl: interrupted", file=sys.stderr)
-        return 130
+    return run_command(lambda: _run(parse(sys.argv[1:] if argv is None else argv)))
 
 
 def _run(line: CommandLine) -> int:

@@ -42,7 +42,7 @@ def _packaged_folder(path: str) -> Path:
     package, _, name = path.removeprefix(PACKAGED).rpartition(".")
     try:
         folder = Path(str(resources.files(package) / name))
-    except (ModuleNotFoundError, ValueError) as e:  # ValueError: no package before the dot
+    except (ModuleNotFoundError, TypeError, ValueError) as e:  # the last two: no package, or dots, before the name
         raise UserError(
             f"actor_rollout_ref.model.path={path} names no installed package; the embedded model is {TINY}"
         ) from e

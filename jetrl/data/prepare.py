@@ -49,6 +49,8 @@ def check_columns(path: str | Path, prompt_key: str = "prompt") -> int:
 
     prompt_key: VeRL's data.prompt_key. Raises UserError naming the file and what it lacks, or what is wrong with it.
     """
+    if not isinstance(prompt_key, str) or not prompt_key:
+        raise UserError(f"data.prompt_key={prompt_key} must be the name of a column")
     path = Path(path).expanduser()
     if not path.is_file():
         raise UserError(f"the data file {path} does not exist; correct data.train_files or data.val_files")
@@ -80,12 +82,15 @@ def _fields(path: Path) -> tuple[int, dict[str, set[str]]]:
             parquet = pyarrow.parquet.ParquetFile(path)
             count, schema = parquet.metadata.num_rows, parquet.schema_arrow
         elif path.read_bytes()[:1] == b"[":  # one JSON list: VeRL's reader takes it, Arrow's does not
-            table = pyarrow.Table.from_pylist(json.loads(path.read_text()))
+            rows = json.loads(path.read_text())
+            if not all(isinstance(row, dict) for row in rows):
+                raise UserError(f"the data file {path} must be a list of objects, one for each row")
+            table = pyarrow.Table.from_pylist(rows)
             count, schema = table.num_rows, table.schema
         else:
             table = pyarrow.json.read_json(path)
             count, schema = table.num_rows, table.schema
-    except (pyarrow.ArrowException, OSError, json.JSONDecodeError) as e:
+    except (pyarrow.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"the data file {path} could not be read: {str(e).splitlines()[0]}") from e
     return count, {f.name: {g.name for g in f.type} if pyarrow.types.is_struct(f.type) else set() for f in schema}
 

@@ -10,6 +10,20 @@ from jetrl.precision.flow import PrecisionAssignment
 # jetrl's groups. VeRL has groups of its own called model, data and algorithm, which only its defaults list uses.
 GROUPS = ("model", "data", "algorithm", "precision", "hardware", "experiment")
 
+# jetrl's own plain keys, which may also be given with a `+`, as the groups may.
+OWN_KEYS = ("run.name", "run.dir", "resume")
+# Keys that jetrl writes over whatever was given -> what to give instead.
+_ENV = "ray_kwargs.ray_init.runtime_env.env_vars"
+OWNED = {
+    "trainer.default_local_dir": "run.dir=<folder>",
+    "trainer.resume_mode": "resume=auto, disable or the path of a global_step_N folder",
+    "trainer.resume_from_path": "resume=<path of a global_step_N folder>",
+    "actor_rollout_ref.model.override_config.jetrl_flow": "precision=<name>",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.jetrl_flow": "precision=<name>",
+    f"{_ENV}.VERL_FILE_LOGGER_PATH": "run.dir=<folder>",
+    f"{_ENV}.TENSORBOARD_DIR": "run.dir=<folder>",
+}
+
 FLAGS = "-m (--multirun), --dry-run, --cfg job, --help, --version"
 
 
@@ -65,6 +79,12 @@ def _add_override(word: str, choices: dict[str, str], overrides: list[str]) -> N
     name = key.lstrip("+~")
     if not equals and not key.startswith("~"):
         raise UserError(f"{word} is not an override; write key=value, and a group choice as in precision=bf16")
+    if name in OWNED:
+        raise UserError(f"{word}: jetrl.train sets {name} itself; give {OWNED[name]} instead")
+    near = difflib.get_close_matches(name, GROUPS, n=1, cutoff=0.75)
+    if near and name not in (near[0], f"{near[0]}@_global_"):
+        # `+precison=bf16` would add a key that nothing reads, and the job would run with the default flow.
+        raise UserError(f"{word}: {name} is neither a group nor a key; did you mean {near[0]}={value}?")
     group = name.removesuffix("@_global_")
     if group in GROUPS:
         if key.startswith("~") or not value:
@@ -72,6 +92,8 @@ def _add_override(word: str, choices: dict[str, str], overrides: list[str]) -> N
         choices[group] = value
     elif name.startswith("hydra.") or name == "hydra":
         raise UserError(f"{word}: jetrl.train takes no hydra.* keys; the output folder is run.dir=<folder>")
+    elif name in OWN_KEYS and not key.startswith("~"):
+        overrides.append(f"{name}={value}")
     else:
         overrides.append(_declare_flow_key(word, key, name))
 

@@ -17,7 +17,7 @@ from jetrl.data.models import resolve_model_path
 from jetrl.errors import UserError
 from jetrl.launch import wiring
 from jetrl.launch.args import GROUPS, CommandLine, check_choices, default_hardware
-from jetrl.launch.config import check_numbers, resume_choice, run_config
+from jetrl.launch.config import check_nodes, check_numbers, resume_choice, run_config
 from jetrl.launch.errors_map import check_grammar, explain
 from jetrl.precision.flow import flow_from_dict
 
@@ -59,7 +59,8 @@ def _hydra(line: CommandLine) -> DictConfig:
                 # What was chosen, for titles, the run's name and the resume check.
                 cfg.choices = choices
             return cfg
-    except (HydraException, OmegaConfBaseException, TypeError) as e:  # TypeError: OmegaConf, for `list.key`
+    # TypeError: OmegaConf's, for `list.key`; ValueError: Hydra's, for `reward=null`.
+    except (HydraException, OmegaConfBaseException, TypeError, ValueError) as e:
         raise explain(e, overrides=line.overrides) from e
     finally:
         GlobalHydra.instance().clear()
@@ -75,11 +76,14 @@ def verl_config_folder() -> Path:
 
 def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool) -> None:
     """Defaults that depend on other values, then the wiring of flow, folders and resume."""
+    check_nodes(cfg, own=True)
     check_numbers(cfg)
     if cfg.run.name is None:
         parts = [cfg.choices[group] for group in ("model", "data", "algorithm", "precision")]
         cfg.run.name = "-".join(str(part) for part in parts) + name_suffix
-    folder = Path(cfg.run.dir) if cfg.run.dir is not None else Path(root) / str(cfg.run.name)
+    if cfg.run.dir is None:
+        cfg.run.dir = str(Path(root) / str(cfg.run.name))
+    folder = run_config(cfg).folder
     cfg.run.dir = str(folder.expanduser().absolute())
     run = run_config(cfg)
     if resolve_model:

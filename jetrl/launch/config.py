@@ -20,8 +20,33 @@ WHOLE_NUMBERS = {
     "data.train_max_samples": -1,
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
 }
 OPTIONAL = ("trainer.total_training_steps",)
+
+# Nodes that jetrl reads below: a value in their place would be a traceback wherever it is first looked into.
+NODES = (
+    "trainer",
+    "trainer.v1",
+    "data",
+    "actor_rollout_ref",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.model.override_config",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.rollout.engine_kwargs",
+    "ray_kwargs",
+    "ray_kwargs.ray_init",
+    "ray_kwargs.ray_init.runtime_env",
+)
+OWN_NODES = ("run", "flow", "flow.train", "flow.rollout")
+# May be left out or null.
+OPTIONAL_NODES = (
+    "actor_rollout_ref.rollout.engine_kwargs.vllm",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config",
+    "ray_kwargs.ray_init.runtime_env.env_vars",
+)
 
 RESUME_MODES = ("auto", "disable")
 
@@ -36,6 +61,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.,=+@-]+", self.name) or set(self.name) == {"."}:
             raise UserError(f"run.name={self.name} must be one folder name of letters, digits and . , = + @ - _")
+        if not isinstance(self.dir, str) or not self.dir:
+            raise UserError(f"run.dir={self.dir} must be the path of a folder (quote one that is a number)")
 
     @property
     def folder(self) -> Path:
@@ -62,6 +89,16 @@ def resume_choice(cfg: DictConfig) -> str:
     return str(folder)
 
 
+def check_nodes(cfg: DictConfig, own: bool = False) -> None:
+    """UserError where a node that jetrl reads is missing or holds a value. own: jetrl's nodes as well as VeRL's."""
+    for key in (*(OWN_NODES if own else ()), *NODES, *OPTIONAL_NODES):
+        node = OmegaConf.select(cfg, key)
+        if isinstance(node, DictConfig) or (node is None and key in OPTIONAL_NODES):
+            continue
+        value = "null" if node is None else node
+        raise UserError(f"{key}={value} is not possible: {key} is a group of keys; set single keys below it")
+
+
 def check_numbers(cfg: DictConfig) -> None:
     """UserError for a value in WHOLE_NUMBERS that is none, or is too small."""
     for key, smallest in WHOLE_NUMBERS.items():
@@ -70,6 +107,17 @@ def check_numbers(cfg: DictConfig) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise UserError(f"{key}={value} must be a whole number of at least {smallest}")
+
+
+def steps_per_epoch(cfg: DictConfig, rows: int) -> int:
+    """Whole batches in an epoch over `rows` training rows; UserError where there is not even one."""
+    most = cfg.data.train_max_samples
+    rows = min(rows, most) if most > 0 else rows
+    if rows < cfg.data.train_batch_size:
+        raise UserError(
+            f"data.train_batch_size={cfg.data.train_batch_size} is more than the {rows} training rows; lower it"
+        )
+    return rows // cfg.data.train_batch_size
 
 
 def _checked(node: str, cfg: DictConfig, cls: type) -> dict:

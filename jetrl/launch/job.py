@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from jetrl.data import check_columns, prepare
 from jetrl.errors import JobError, UserError
 from jetrl.launch import checkpoints, metrics_log
-from jetrl.launch.config import RunConfig, run_config
+from jetrl.launch.config import RunConfig, run_config, steps_per_epoch
 from jetrl.launch.console import Console
 from jetrl.launch.processes import Orphans
 from jetrl.launch.wiring import METRICS
@@ -119,7 +119,8 @@ def _set_earlier_run_aside(run_dir: Path) -> None:
     metrics = [path for path in run_dir.glob("metrics*.jsonl") if path.stat().st_size]
     if not metrics:
         return
-    number = 1 + sum(1 for path in run_dir.glob("earlier-*") if path.is_dir())
+    numbers = [path.name.removeprefix("earlier-") for path in run_dir.glob("earlier-*")]
+    number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)
     target = run_dir / f"earlier-{number}"
     target.mkdir()
     for path in [*metrics, run_dir / LOG, run_dir / "tensorboard"]:
@@ -139,13 +140,7 @@ def _prepare_data(cfg: DictConfig, run_dir: Path) -> int:
 
 def _total_steps(cfg: DictConfig, rows: int) -> int:
     """The explicit number, else the whole batches of all epochs; makes the epochs enough for the explicit number."""
-    most = cfg.data.train_max_samples
-    rows = min(rows, most) if most > 0 else rows
-    per_epoch = rows // cfg.data.train_batch_size
-    if per_epoch == 0:
-        raise UserError(
-            f"data.train_batch_size={cfg.data.train_batch_size} is more than the {rows} training rows; lower it"
-        )
+    per_epoch = steps_per_epoch(cfg, rows)
     explicit = cfg.trainer.total_training_steps
     if explicit is None:
         return per_epoch * cfg.trainer.total_epochs

@@ -9,6 +9,8 @@ from jetrl.precision.patterns import kept_unquantized
 from jetrl.precision.tensor_parallel import sharded_linears
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+OPTIONAL_SIZE_KEYS = ("num_key_value_heads", "head_dim")
 VISION_KEYS = ("vision_config", "vision_tower", "visual")
 
 
@@ -27,9 +29,25 @@ def read_config(path: str) -> dict:
     else:
         file = _fetch(path)
     try:
-        return json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except ValueError as e:
         raise UserError(f"actor_rollout_ref.model.path={path}: config.json is not JSON ({e})") from e
+    if not isinstance(config, dict):
+        raise UserError(f"actor_rollout_ref.model.path={path}: config.json is no JSON object")
+    return config
+
+
+def check_sizes(config: dict) -> None:
+    """UserError unless config.json has the sizes of a Llama- or Qwen-like decoder, as whole numbers."""
+    for key in SIZE_KEYS:
+        if key not in config:
+            raise UserError(f"the model's config.json has no {key}: jetrl knows Llama- and Qwen-like decoders")
+    for key in (*SIZE_KEYS, *OPTIONAL_SIZE_KEYS):
+        value = config.get(key)
+        if value is None and key in OPTIONAL_SIZE_KEYS:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"the model's config.json has {key}={value}, which must be a whole number of at least 1")
 
 
 def _fetch(repository: str) -> Path:

@@ -1,7 +1,7 @@
 """Every refusal before Ray starts. Nothing is written here.
 
-`check(cfg)` is what jetrl.train runs; `check_verl_config(cfg)` is the part that needs only VeRL's own keys, and runs in
-an existing VeRL job as well. Each raises UserError with one sentence: value, what is allowed, the key that fixes it.
+`check(cfg)` is what jetrl.train runs; `check_verl_config(cfg)` is its part that needs only VeRL's own keys, so that it can
+judge an existing VeRL job's configuration as well. Each raises UserError with one sentence: value, what is allowed, the key that fixes it.
 """
 
 import contextlib
@@ -9,19 +9,24 @@ import io
 import os
 import shutil
 import warnings
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from jetrl.data import TaskConfig, check_columns
 from jetrl.data.models import REMOTE
+from jetrl.data.sources import local_files
 from jetrl.errors import UserError
 from jetrl.launch import model_files, verl_schema
-from jetrl.launch.config import run_config
-from jetrl.precision.flow import DEFAULT_FLOW, Flow, load_flow
+from jetrl.launch.checkpoints import why_not_whole
+from jetrl.launch.config import run_config, steps_per_epoch
+from jetrl.precision.flow import DEFAULT_FLOW, Flow, flow_from_dict, load_flow
 from jetrl.precision.tensor_parallel import first_cut_block, sharded_linears, working_sizes
 from jetrl.versions import check_versions
 
@@ -38,12 +43,14 @@ def check(cfg: DictConfig) -> None:
     """Refuse a composed jetrl job that cannot work. Raises UserError; writes nothing."""
     check_versions()
     check_verl_config(cfg)
+    _check_unified(cfg)
     _check_trainer(cfg)
     _check_data(cfg)
     _check_verl_accepts(cfg)
     _check_devices(cfg)
     _check_output(cfg)
     _check_same_run(cfg)
+    _check_resume_folder(cfg)
 
 
 def check_verl_config(cfg: DictConfig) -> None:
@@ -54,6 +61,18 @@ def check_verl_config(cfg: DictConfig) -> None:
     _check_quantization(cfg, flow)
     _check_plugin(cfg, flow)
     _check_model(cfg, flow)
+
+
+def _check_unified(cfg: DictConfig) -> None:
+    """A flow that claims to be unified has one assignment on both sides; the handshake would end the job minutes later."""
+    flow = flow_from_dict(OmegaConf.to_container(cfg.flow, resolve=True))
+    train, rollout = asdict(flow.train), asdict(flow.rollout)
+    differs = next((key for key in train if train[key] != rollout[key]), None)
+    if flow.unified and differs:
+        raise UserError(
+            f"flow.rollout.{differs}={rollout[differs]} differs from flow.train.{differs}={train[differs]}, and the flow "
+            f"{flow.name} claims to be unified; give both the same, or set flow.unified=false"
+        )
 
 
 def _check_trainer(cfg: DictConfig) -> None:
@@ -165,7 +184,7 @@ def _check_model(cfg: DictConfig, flow: Flow) -> None:
     if str(model.path).startswith(REMOTE):
         return  # VeRL copies it to the node when the job runs; nothing can be read before
     hf_config = model_files.read_config(str(model.path))
-    architecture = ", ".join(hf_config.get("architectures") or [str(hf_config.get("model_type"))])
+    architecture = ", ".join(_names(hf_config.get("architectures") or hf_config.get("model_type")))
     where = f"actor_rollout_ref.model.path={model.path}"
     experts = next((k for k in model_files.EXPERT_KEYS if hf_config.get(k)), None)
     if experts:
@@ -178,13 +197,18 @@ def _check_model(cfg: DictConfig, flow: Flow) -> None:
             f"{where}: {architecture} has a vision tower, which jetrl does not support; choose a text model"
         )
     if hf_config.get("quantization_config"):
-        method = hf_config["quantization_config"].get("quant_method", "unknown")
+        quantization = hf_config["quantization_config"]
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UserError(
             f"{where} is already quantized ({method}); jetrl quantizes from BF16 weights: give the BF16 checkpoint"
         )
     _check_attention(model, where)
-    if flow.rollout.linear == "fp8":
-        _check_tensor_parallel(cfg, flow, hf_config)
+    model_files.check_sizes(hf_config)
+    _check_tensor_parallel(cfg, flow, hf_config)
+
+
+def _names(value: object) -> list[str]:
+    return [str(name) for name in value] if isinstance(value, list) else [str(value)]
 
 
 def _check_attention(model: DictConfig, where: str) -> None:
@@ -204,10 +228,9 @@ def _check_tensor_parallel(cfg: DictConfig, flow: Flow, hf_config: dict) -> None
         raise UserError(
             f"{key}={tp} does not divide the {gpus} GPUs of the job (trainer.n_gpus_per_node x trainer.nnodes)"
         )
-    try:
-        linears = sharded_linears(hf_config)
-    except KeyError as e:
-        raise UserError(f"the model's config.json has no {e.args[0]}: jetrl knows Llama- and Qwen-like decoders") from e
+    if flow.rollout.linear != "fp8":
+        return
+    linears = sharded_linears(hf_config)
     names = model_files.fp8_names(hf_config, flow.rollout, "rollout")
     model_files.fp8_names(hf_config, flow.train, "train")  # refuses patterns that match nothing
     cut = first_cut_block(linears, tp, lambda name: name in names)
@@ -222,12 +245,23 @@ def _check_tensor_parallel(cfg: DictConfig, flow: Flow, hf_config: dict) -> None
 
 def _check_data(cfg: DictConfig) -> None:
     if cfg.prepare_data:
-        TaskConfig.from_dict(OmegaConf.to_container(cfg.task, resolve=True))
+        if not isinstance(cfg.get("task"), DictConfig):
+            raise UserError(
+                "the task node is missing; choose a task with data=<name>, or give data.train_files and val_files"
+            )
+        task = TaskConfig.from_dict(OmegaConf.to_container(cfg.task, resolve=True))
+        local_files(task)  # refuses a task.path without them
+        if task.train_size is not None:
+            steps_per_epoch(cfg, task.train_size)
         return
+    rows = {}
     for key in ("train_files", "val_files"):
         value = cfg.data[key]
-        for name in value if isinstance(value, ListConfig) else [value]:
-            check_columns(str(name), cfg.data.prompt_key)
+        names = list(value) if isinstance(value, ListConfig) else [value]
+        if not names:
+            raise UserError(f"data.{key}=[] is empty; give at least one file")
+        rows[key] = sum(check_columns(str(name), cfg.data.prompt_key) for name in names)
+    steps_per_epoch(cfg, rows["train_files"])
 
 
 def _check_verl_accepts(cfg: DictConfig) -> None:
@@ -260,6 +294,12 @@ def _check_devices(cfg: DictConfig) -> None:
                 f"hardware={cfg.choices.hardware} needs a machine without a visible GPU, and {count} are visible; "
                 "run it with CUDA_VISIBLE_DEVICES= (empty)"
             )
+        ranks = cfg.ray_kwargs.ray_init.get("num_gpus")
+        if cfg.trainer.nnodes == 1 and isinstance(ranks, int) and wanted > ranks:
+            raise UserError(
+                f"trainer.n_gpus_per_node={wanted} is more than the {ranks} imaginary GPUs that Ray starts with on a CPU "
+                "(ray_kwargs.ray_init.num_gpus); lower it, or raise both"
+            )
         from jetrl.integrations import verl_cpu
 
         if not verl_cpu.is_active():
@@ -285,7 +325,8 @@ def _check_output(cfg: DictConfig) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"run.dir={run.dir} is not writable ({place} refuses); choose another run.dir")
     needed = RUN_FILES_BYTES
-    if cfg.trainer.save_freq > 0:
+    remote = str(cfg.actor_rollout_ref.model.path).startswith(REMOTE)  # its size is not known yet
+    if cfg.trainer.save_freq > 0 and not remote:
         parameters = model_files.parameter_count(str(cfg.actor_rollout_ref.model.path))
         needed += CHECKPOINTS_AT_ONCE * CHECKPOINT_BYTES_PER_PARAMETER * parameters
     free = shutil.disk_usage(place).free
@@ -304,7 +345,10 @@ def _check_same_run(cfg: DictConfig) -> None:
         return
     if not any((run.folder / "checkpoints").glob("global_step_*")):
         return
-    before = OmegaConf.load(earlier)
+    try:
+        before = OmegaConf.load(earlier)
+    except (YAMLError, ValueError, OmegaConfBaseException) as e:
+        raise UserError(f"{earlier} is damaged; choose another run.name, or start over with resume=disable") from e
     for what, key in (
         ("model", "actor_rollout_ref.model.path"),
         ("flow", "actor_rollout_ref.model.override_config.jetrl_flow"),
@@ -315,3 +359,13 @@ def _check_same_run(cfg: DictConfig) -> None:
                 f"{run.dir} holds a run with the {what} {old}, and this one has {new}; choose another run.name, or start "
                 "over with resume=disable"
             )
+
+
+def _check_resume_folder(cfg: DictConfig) -> None:
+    """A folder that was cut off in a save would be a traceback inside the workers."""
+    folder = cfg.trainer.resume_from_path
+    reason = why_not_whole(Path(folder)) if folder else None
+    if reason:
+        raise UserError(
+            f"resume={folder} is not a whole checkpoint ({reason}); give one that is, or resume=auto for the newest of them"
+        )

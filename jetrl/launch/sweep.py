@@ -18,6 +18,7 @@ from jetrl.errors import JobError, UserError
 from jetrl.launch import metrics_log, preflight
 from jetrl.launch.args import GROUPS, CommandLine
 from jetrl.launch.compose import DEFAULT_ROOT, compose_job
+from jetrl.launch.errors_map import check_grammar
 from jetrl.launch.job import INTERRUPTED, run_job
 from jetrl.launch.wiring import METRICS
 
@@ -39,8 +40,8 @@ def expand(line: CommandLine) -> list[SweepJob]:
     """All jobs of a sweep, composed. Raises UserError when one is wrong, or when two would share a folder."""
     words = [f"{group}={value}" for group, value in line.choices.items()] + list(line.overrides)
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
-    root = given.get("run.dir") or DEFAULT_ROOT
-    prefix = given.get("run.name")
+    root = _one_value("run.dir", given) or DEFAULT_ROOT
+    prefix = _one_value("run.name", given)
     values = [_values(word) for word in words if word.partition("=")[0] not in ("run.dir", "run.name")]
     jobs = []
     for combination in itertools.product(*values):
@@ -48,8 +49,8 @@ def expand(line: CommandLine) -> list[SweepJob]:
         plain = [word for word in varied if word.partition("=")[0] not in GROUPS]
         job = _one(line, combination)
         if prefix:
-            name = [f"run.name={'-'.join([prefix, *(_as_name(word) for word in varied)])}"]
-            job = replace(job, overrides=(*job.overrides, *name))
+            name = "-".join([prefix, *(_as_name(word) for word in varied)]).replace("'", "\\'")
+            job = replace(job, overrides=(*job.overrides, f"run.name='{name}'"))
         cfg = compose_job(job, name_suffix="".join(f"-{_as_name(word)}" for word in plain), root=root)
         jobs.append(SweepJob(job, " ".join(varied) or str(cfg.run.name), cfg))
     _refuse_shared_folders(jobs)
@@ -67,7 +68,7 @@ def run_sweep(line: CommandLine, stream: TextIO | None = None) -> int:
         print(f"[{number}/{len(jobs)}] {job.label}", file=stream, flush=True)
         try:
             code = run_job(job.cfg, job.folder, stream)
-        except (JobError, UserError) as e:
+        except (JobError, UserError, OSError) as e:
             results[job.label] = f"failed: {e}"
             print(f"jetrl: {job.label} failed: {e}", file=sys.stderr, flush=True)
             continue
@@ -99,6 +100,18 @@ def _values(word: str) -> list[str]:
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
     except HydraException as e:
         raise UserError(f"{word} is not a sweep that Hydra can read: {' '.join(str(e).split())}") from e
+
+
+def _one_value(key: str, given: dict[str, str]) -> str | None:
+    """The text of run.dir or run.name without Hydra's quotes; None where it is not given or null."""
+    if key not in given:
+        return None
+    check_grammar(f"{key}={given[key]}")
+    override = OverridesParser.create().parse_override(f"{key}={given[key]}")
+    if override.is_sweep_override():
+        raise UserError(f"{key}={given[key]} gives several values; a sweep has one {key}, and jetrl names its jobs")
+    value = override.value()
+    return None if value is None else str(value)
 
 
 def _as_name(word: str) -> str:

@@ -76,13 +76,6 @@ def _child(node: DictConfig, key: str) -> DictConfig:
     return node[key]
 
 
-def _node(parent: DictConfig, key: str) -> DictConfig:
-    """parent[key], made empty where it is missing. (DictConfig.setdefault returns a copy of what it stored.)"""
-    if parent.get(key) is None:
-        parent[key] = {}
-    return parent[key]
-
-
 def _with_plugin(value: object) -> object:
     """external_lib with jetrl's plug-in in it: the user's own modules stay."""
     if value is None:
@@ -94,5 +87,8 @@ def _with_plugin(value: object) -> object:
 
 
 def _with_file_logger(value: object) -> list[str]:
-    backends = [value] if isinstance(value, str) else list(value or [])
+    backends = [value] if isinstance(value, str) else value or []
+    if not isinstance(backends, list | ListConfig) or not all(isinstance(name, str) for name in backends):
+        raise UserError(f"trainer.logger={value} must be a list of VeRL's loggers, as in [file,tensorboard]")
+    backends = list(backends)
     return backends if "file" in backends else [*backends, "file"]

@@ -34,6 +34,8 @@ class PrecisionAssignment:
     kv_cache: str = "bf16"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.exclude, list | tuple) or not all(isinstance(p, str) and p for p in self.exclude):
+            raise UserError(f"exclude={self.exclude} must be a list of name patterns, as in ['*.q_proj']")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         _one_of("linear", self.linear, LINEAR_KINDS)
         _one_of("scale_format", self.scale_format, SCALE_FORMATS)
@@ -41,7 +43,7 @@ class PrecisionAssignment:
         for key in ("bf16_first_layers", "bf16_last_layers"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise UserError(f"flow key {key}={value!r} must be a whole number >= 0")
+                raise UserError(f"{key}={value} must be a whole number >= 0")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Flow:
     rollout: PrecisionAssignment = field(default_factory=PrecisionAssignment)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise UserError(f"flow.name={self.name} must be a name")
+        if not isinstance(self.unified, bool):
+            raise UserError(f"flow.unified={self.unified} must be true or false")
         if self.train.linear == "vllm_fp8":
             raise UserError("flow.train.linear=vllm_fp8 is only defined for the rollout; allowed: bf16, fp8")
 
@@ -96,8 +102,11 @@ def flow_from_dict(data: dict) -> Flow:
     for side in ("train", "rollout"):
         assignment = data.get(side) or {}
         _known_keys(f"flow.{side}", assignment, PrecisionAssignment)
-        sides[side] = PrecisionAssignment(**assignment)
-    return Flow(name=data["name"], unified=bool(data["unified"]), **sides)
+        try:
+            sides[side] = PrecisionAssignment(**assignment)
+        except UserError as e:
+            raise UserError(f"flow.{side}.{e}") from e
+    return Flow(name=data.get("name"), unified=data.get("unified"), **sides)
 
 
 def _known_keys(where: str, data: dict, cls: type) -> None:

@@ -60,6 +60,10 @@ class Job:
 def read_job(cfg: DictConfig) -> Job:
     """cfg: a composed VeRL PPO configuration. Raises UserError for what cannot be described."""
     actor, rollout, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise UserError(f"actor_rollout_ref.actor.strategy={actor.strategy} cannot be described; allowed: fsdp, fsdp2")
+    if not isinstance(actor.fsdp_config, DictConfig):
+        raise UserError(f"actor_rollout_ref.actor.fsdp_config={actor.fsdp_config} must be a group of keys")
     engine = OmegaConf.select(rollout, "engine_kwargs.vllm") or {}
     train, train_flow = _train_side(model)
     rollout_side, rollout_flow = _rollout_side(rollout, engine)
@@ -97,11 +101,20 @@ def read_job(cfg: DictConfig) -> Job:
         prompt_tokens=int(cfg.data.max_prompt_length),
         response_tokens=int(cfg.data.max_response_length),
         micro_batch_tokens=_micro_batch_tokens(cfg),
-        max_sequences=int(rollout.max_num_seqs),
+        max_sequences=_whole(cfg, "actor_rollout_ref.rollout.max_num_seqs"),
         checkpointing=bool(model.enable_gradient_checkpointing),
         device=str(cfg.trainer.device),
         notes=tuple(notes),
     )
+
+
+def _whole(cfg: DictConfig, *keys: str) -> int:
+    """The first of the keys that has a value, which must be a whole number of at least 1."""
+    key = next((key for key in keys if OmegaConf.select(cfg, key) is not None), keys[0])
+    value = OmegaConf.select(cfg, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{key}={value} must be a whole number of at least 1")
+    return value
 
 
 def _train_side(model: DictConfig):
@@ -157,8 +170,11 @@ def _dtype(key: str, value: object) -> TensorFormat:
 
 def _micro_batch_tokens(cfg: DictConfig) -> int:
     """Rows of one forward and backward of the actor on one GPU."""
+    key = "actor_rollout_ref.actor"
     actor = cfg.actor_rollout_ref.actor
     sequence = int(cfg.data.max_prompt_length) + int(cfg.data.max_response_length)
     if actor.use_dynamic_bsz:
-        return int(actor.ppo_max_token_len_per_gpu)
-    return int(actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size or 1) * sequence
+        return _whole(cfg, f"{key}.ppo_max_token_len_per_gpu")
+    if actor.ppo_micro_batch_size_per_gpu is None and actor.ppo_micro_batch_size is None:
+        return sequence
+    return _whole(cfg, f"{key}.ppo_micro_batch_size_per_gpu", f"{key}.ppo_micro_batch_size") * sequence

@@ -51,13 +51,16 @@ class RolloutHandshake:
 
     def check(self) -> None:
         """Collective over all trainer ranks. Raises JobError where a worker differs or does not answer."""
-        verdict: list[str | None] = [None]
-        if torch.distributed.get_rank() == 0:
-            try:
+        verdict: list[str | None] = ["rank 0 failed while it compared precision graphs; the log has its error"]
+        try:
+            if torch.distributed.get_rank() == 0:
                 self._compare(ask_rollout(list(self._graphs)))
-            except JobError as e:
-                verdict = [str(e)]
-        torch.distributed.broadcast_object_list(verdict, src=0)
+                verdict = [None]
+        except JobError as e:
+            verdict = [str(e)]
+        finally:
+            # Also where rank 0 fails in a way not foreseen: the others would wait for it until NCCL's time-out.
+            torch.distributed.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None:
             raise JobError(verdict[0])
 
@@ -130,12 +133,17 @@ def _ask_server(name: str, known_digests: list[str]) -> list[dict]:
                 return answers
             time.sleep(0.02)
     except ray.exceptions.RayError as e:
-        cause = str(getattr(e, "cause", None) or e).strip().splitlines()[-1]
         raise JobError(
-            f"{name} could not tell which precision graph it runs ({cause}); is jetrl's vLLM plug-in installed in the "
+            f"{name} could not tell which precision graph it runs ({_last_line(e)}); is jetrl's vLLM plug-in installed in the "
             f"rollout's environment and allowed by VLLM_PLUGINS?"
         ) from e
     raise JobError(f"{name} did not tell within {TIMEOUT_SECONDS:.0f} s which precision graph it runs")
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of what a remote call raised, or its type where it has no text (an assert without a message)."""
+    cause = getattr(error, "cause", None) or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
 def _start_report(server, method: str, known_digests: list[str]) -> None:

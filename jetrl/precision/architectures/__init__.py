@@ -43,9 +43,13 @@ def load_config(path: str) -> tuple[object, str]:
 
 
 def _config(path: str, data: dict, auto_config) -> object:
+    from huggingface_hub.errors import StrictDataclassError
+
     data = dict(data)
     model_type = data.pop("model_type", None)
     try:
         return auto_config.for_model(model_type, **data)
-    except (ValueError, TypeError) as e:
-        raise UserError(f"actor_rollout_ref.model.path={path}: config.json is of no known model type ({e})") from e
+    except (ValueError, TypeError, StrictDataclassError) as e:
+        # The whole list of Transformers' model types may follow on the first line.
+        reason = " ".join(str(e).split())[:160]
+        raise UserError(f"actor_rollout_ref.model.path={path}: config.json is of no known model type ({reason})") from e
