@@ -59,7 +59,7 @@ def _run(argv: list[str]) -> int:
     checked = verdicts(runs)
     table = rows(group_runs(runs), checked)
     pictures = sections(table)
-    _write(out, html_page(runs, checked, table, pictures))
+    _write(out, html_page(runs, table, pictures))
     print(f"report   {out}")
     if convert is not None:
         folder = out.with_name(f"{out.stem}_png")

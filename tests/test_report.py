@@ -14,9 +14,9 @@ from report_for_tests import STEPS, metrics, write_metrics, write_run, write_swe
 from jetrl.report import main
 from jetrl.reporting import compare, graph_verdict, measures, svg
 from jetrl.reporting.groups import baseline_of, group_runs
-from jetrl.reporting.page import _spread as spread_text
 from jetrl.reporting.png import standalone
 from jetrl.reporting.runs import load_runs
+from jetrl.reporting.tables import spread_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -65,6 +65,16 @@ def test_another_learning_rate_or_flow_option_is_another_group_and_its_label_say
     labels = [g.label for g in groups_of(tmp_path)]
     assert len(labels) == 3
     assert any("lr=1e-06" in label for label in labels) and any("scale_format=pow2" in label for label in labels)
+
+
+def test_labels_are_short_enough_for_a_legend_and_never_the_same(tmp_path):
+    for number in range(3):
+        model = f"/a/long/way/to/the/weights/of/attempt-{number}/model-with-a-name"
+        write_run(tmp_path, "unified_fp8", name=f"r{number}", actor_rollout_ref__model__path=model)
+        write_metrics(tmp_path / f"{'plain-' * 9}{number}.jsonl", metrics("bf16", number))
+    labels = [g.label for g in groups_of(tmp_path)]
+    assert len(set(labels)) == 6
+    assert all(svg.fit(f"{label} (3 seeds)", svg.LEGEND_ROOM) == f"{label} (3 seeds)" for label in labels)
 
 
 def test_a_flow_keeps_its_colour_whichever_flows_stand_beside_it(sweep):
@@ -256,7 +266,7 @@ def test_plain_verl_metrics_get_a_report_that_says_what_is_missing(tmp_path):
     file = write_metrics(tmp_path / "qwen3_gsm8k.jsonl", steps)
     assert main([str(file)]) == 0
     html = (tmp_path / "report.html").read_text()
-    assert "flow not recorded: qwen3_gsm8k" in html and "model, task and flow are not recorded" in html
+    assert "qwen3_gsm8k" in html and "flow not recorded" in html and "model, task and flow are not recorded" in html
     assert html.count("Missing: logged by none") == 4  # the four mismatch pictures
     assert "not checked" in html
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from jetrl.reporting.runs import Run
 
 NO_FLOW = "flow not recorded"
+LABEL = 31  # characters; what a legend shows whole, with the number of seeds behind it
 BASELINE = "bf16"
 _ORDER = ("bf16", "fp8_rollout", "fp8_vllm", "unified_fp8", "unified_fp8_pow2", "unified_exact")
 _LABELS = ("run.", "choices.", "resume", "prepare_data", "trainer.experiment_name", "trainer.project_name")
@@ -57,12 +58,12 @@ def group_runs(runs: list[Run]) -> list[Group]:
     for run in runs:
         members.setdefault(_signature(run), []).append(run)
     flows = {key: flow_name(rows[0]) for key, rows in members.items()}
-    groups = []
+    groups, used = [], {}
     for key, rows in members.items():
-        rivals = [other for other, flow in flows.items() if flow == flows[key] and other != key]
-        label = flows[key] or f"{NO_FLOW}: {rows[0].name}"
-        if rivals and flows[key]:
-            label = f"{label} · {_what_differs(rows[0], [members[r][0] for r in rivals])}"
+        rivals = [members[other][0] for other, flow in flows.items() if flow == flows[key] and other != key]
+        label = _label(flows[key], rows[0], rivals)
+        used[label] = used.get(label, 0) + 1
+        label = label if used[label] == 1 else f"{label} #{used[label]}"
         groups.append(Group(label, flows[key], tuple(rows), _seeds(rows)))
     rank = {name: place for place, name in enumerate(_ORDER)}
     return _styled(sorted(groups, key=lambda g: rank.get(g.flow, len(rank) + (g.flow is None))))
@@ -110,16 +111,32 @@ def _signature(run: Run) -> tuple:
     return tuple(sorted((k, str(v)) for k, v in run.flat.items() if not (is_label(k) or is_seed(k))))
 
 
-def _what_differs(run: Run, rivals: list[Run]) -> str:
-    own, words = run.flat, []
-    for rival in rivals:
-        theirs = rival.flat
-        for key in dict.fromkeys([*own, *theirs]):
+def _label(flow: str | None, run: Run, rivals: list[Run]) -> str:
+    """The flow's name and, beside rivals of the same flow, the fewest and shortest words that no rival shares."""
+    if flow is None:
+        return _cut_middle(run.name, LABEL)
+    tells_from: dict[str, set[int]] = {}
+    for number, rival in enumerate(rivals):
+        for key in {*run.flat, *rival.flat}:
             derived = "jetrl_flow" in key  # the wire form repeats flow.*
-            if own.get(key) != theirs.get(key) and not (is_label(key) or is_seed(key) or derived):
-                words.append(f"{key.rpartition('.')[2]}={own.get(key)}")
-    words = list(dict.fromkeys(words))
-    return ", ".join(words[:2]) + (f", {len(words) - 2} more" if len(words) > 2 else "")
+            if run.flat.get(key) != rival.flat.get(key) and not (is_label(key) or is_seed(key) or derived):
+                word = f"{key.rpartition('.')[2]}={run.flat.get(key)}"
+                tells_from.setdefault(word, set()).add(number)
+    label, joint, left = flow, " · ", set(range(len(rivals)))
+    while left:
+        word = min(tells_from, key=lambda word: (-len(tells_from[word] & left), len(word), word))
+        room = LABEL - len(label) - len(joint)
+        if not tells_from[word] & left or (joint == ", " and len(word) > room):
+            break
+        label, joint, left = f"{label}{joint}{_cut_middle(word, max(room, 8))}", ", ", left - tells_from[word]
+    return label
+
+
+def _cut_middle(text: str, most: int) -> str:
+    """Names in a list are often alike at the beginning and differ at the end."""
+    return (
+        text if len(text) <= most else f"{text[: (most - 1) // 3]}…{text[len(text) - (most - 1 - (most - 1) // 3) :]}"
+    )
 
 
 def _seeds(rows: list[Run]) -> tuple[str, ...]:

@@ -51,9 +51,9 @@ figure{{background:var(--page);padding:8px}} figure svg{{display:block;width:100
 figcaption{{color:var(--muted);font-size:13px;margin-top:4px}}
 table{{border-collapse:collapse;width:100%}} caption{{text-align:left;color:var(--muted);font-size:13px;padding-bottom:6px}}
 th,td{{text-align:left;vertical-align:top;padding:6px 8px;border-bottom:1px solid var(--grid)}} th{{font-size:13px;color:var(--muted)}}
-table{{overflow-wrap:break-word}} .any{{overflow-wrap:anywhere}}
+table{{overflow-wrap:break-word}} .any{{overflow-wrap:anywhere;display:inline-block;min-width:10em}} .charts+table{{margin-top:14px}}
 @media (max-width:1000px){{
-body{{padding:12px}} table{{overflow-wrap:anywhere}} thead{{position:absolute;left:-9999px}} table,tbody,tr,td,caption{{display:block}}
+body{{padding:12px}} .any{{min-width:0}} table{{overflow-wrap:anywhere}} thead{{position:absolute;left:-9999px}} table,tbody,tr,td,caption{{display:block}}
 tr{{background:var(--panel);border:1px solid var(--grid);border-radius:8px;margin-bottom:10px;padding:4px 8px}}
 td{{display:grid;grid-template-columns:minmax(0,9em) minmax(0,1fr);gap:8px;padding:4px 0}} tr td:last-child{{border-bottom:0}}
 td::before{{content:attr(data-label);color:var(--muted);font-size:13px}} td:first-child{{font-weight:600}}

@@ -14,6 +14,7 @@ FONT = 13
 # Advance of an average character in units of the font size. Generous (DejaVu Sans, the widest common one, has 0.6),
 # because text that is narrower than thought only leaves a gap, and text that is wider overlaps.
 ADVANCE = 0.62
+LEGEND_ROOM = WIDTH - 44  # of a name in the legend, swatch and margins taken off
 _TOP, _LINE, _PLOT, _RIGHT = 22, 19, 190, 14
 
 
@@ -130,7 +131,7 @@ def _legend(entries: list[tuple[str, str, int]], y: float) -> tuple[str, float]:
     """Swatch and name of each entry, wrapped; and the y below it."""
     parts, x = [], 8.0
     for label, kind, style in entries:
-        label = fit(label, WIDTH - 50)
+        label = fit(label, LEGEND_ROOM)
         width = 34 + text_width(label) + 12
         if x > 8 and x + width > WIDTH:
             x, y = 8.0, y + _LINE
