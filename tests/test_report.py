@@ -67,6 +67,13 @@ def test_another_learning_rate_or_flow_option_is_another_group_and_its_label_say
     assert any("lr=1e-06" in label for label in labels) and any("scale_format=pow2" in label for label in labels)
 
 
+def test_how_often_a_job_saves_and_validates_does_not_separate_runs(tmp_path):
+    write_run(tmp_path, "bf16", 0)
+    write_run(tmp_path, "bf16", 1, trainer__save_freq=77, trainer__test_freq=3)
+    assert len(groups_of(tmp_path)) == 1
+    assert "trainer.save_freq" in report(tmp_path, out=tmp_path / "r.html")
+
+
 def test_labels_are_short_enough_for_a_legend_and_never_the_same(tmp_path):
     for number in range(3):
         model = f"/a/long/way/to/the/weights/of/attempt-{number}/model-with-a-name"

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jetrl.errors import UserError
-from jetrl.reporting.groups import is_label, is_seed
+from jetrl.reporting.groups import matters
 from jetrl.reporting.runs import Run
 
 UNIFIED, DECLARED, VIOLATED, UNKNOWN = "unified", "not unified", "violated", "not checked"
@@ -59,4 +59,4 @@ def verdicts(runs: list[Run]) -> dict[str, Verdict]:
 def _precision_part(run: Run) -> str:
     """All that verdict_of can depend on, and more: a key too many costs a check, a key too few a wrong verdict."""
     kept = ("actor_rollout_ref.", "data.", "trainer.")
-    return repr([(k, v) for k, v in run.flat.items() if k.startswith(kept) and not (is_label(k) or is_seed(k))])
+    return repr([(k, v) for k, v in run.flat.items() if k.startswith(kept) and matters(k)])

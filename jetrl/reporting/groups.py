@@ -16,6 +16,8 @@ _LABELS = ("run.", "choices.", "resume", "prepare_data", "trainer.experiment_nam
 _LABELS += ("trainer.default_local_dir", "trainer.resume_", "data.train_files", "data.val_files")
 _LABELS += ("ray_kwargs.", "actor_rollout_ref.rollout.trace.", "actor_rollout_ref.rollout.prometheus.")
 _FLOW_WORDS = ("jetrl_flow", "engine_kwargs.vllm.quantization", "rollout.quantization")
+# How often a job looks and saves does not change what it learns.
+_WATCHING = ("trainer.save_freq", "trainer.test_freq", "trainer.logger", "trainer.val_before_train")
 # What two runs must share for their accuracies to be comparable.
 _PROBLEM = ("actor_rollout_ref.model.path", "task.", "data.max_prompt_length", "data.max_response_length")
 
@@ -42,6 +44,11 @@ def is_seed(key: str) -> bool:
 def is_label(key: str) -> bool:
     """Names, paths and machine settings: different in every run, without a meaning for the result."""
     return key.startswith(_LABELS)
+
+
+def matters(key: str) -> bool:
+    """Whether two runs that differ in `key` are two settings and not two seeds of one."""
+    return not (is_label(key) or is_seed(key) or key in _WATCHING)
 
 
 def is_flow(key: str) -> bool:
@@ -95,8 +102,7 @@ def different_keys(configs: list[dict[str, object]]) -> list[str]:
     return [
         key
         for key in keys
-        if not (is_label(key) or is_seed(key) or is_flow(key))
-        and any(config.get(key) != configs[0].get(key) for config in configs)
+        if matters(key) and not is_flow(key) and any(config.get(key) != configs[0].get(key) for config in configs)
     ]
 
 
@@ -108,7 +114,7 @@ def _signature(run: Run) -> tuple:
     if run.cfg is None:
         # Nothing says that two plain VeRL jobs are seeds of one experiment, so they are never averaged.
         return (str(run.path),)
-    return tuple(sorted((k, str(v)) for k, v in run.flat.items() if not (is_label(k) or is_seed(k))))
+    return tuple(sorted((k, str(v)) for k, v in run.flat.items() if matters(k)))
 
 
 def _label(flow: str | None, run: Run, rivals: list[Run]) -> str:
@@ -119,7 +125,7 @@ def _label(flow: str | None, run: Run, rivals: list[Run]) -> str:
     for number, rival in enumerate(rivals):
         for key in {*run.flat, *rival.flat}:
             derived = "jetrl_flow" in key  # the wire form repeats flow.*
-            if run.flat.get(key) != rival.flat.get(key) and not (is_label(key) or is_seed(key) or derived):
+            if run.flat.get(key) != rival.flat.get(key) and matters(key) and not derived:
                 word = f"{key.rpartition('.')[2]}={run.flat.get(key)}"
                 tells_from.setdefault(word, set()).add(number)
     label, joint, left = flow, " · ", set(range(len(rivals)))
