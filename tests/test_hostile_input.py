@@ -66,10 +66,18 @@ def test_a_value_of_the_wrong_kind_is_one_sentence(tmp_path, capsys, word):
     one_sentence(capsys, word.partition("=")[0])
 
 
-@pytest.mark.parametrize("word", ["task.train_size=8", "flow.rollout.linear=bf16", "trainer.n_gpus_per_node=2"])
+@pytest.mark.parametrize("word", ["task.train_size=8", "trainer.n_gpus_per_node=2"])
 def test_a_job_that_could_not_go_on_is_refused_at_once(tmp_path, capsys, word):
     assert train.main(["--dry-run", *words(tmp_path, word)]) == 2
     one_sentence(capsys)
+
+
+def test_a_flow_broken_on_purpose_is_the_checks_verdict_with_its_exit_code(tmp_path, capsys):
+    """One layer is excluded in training only, which takes two keys: the rollout follows the trainer by default."""
+    broken = ["flow.train.exclude=[model.layers.1.mlp.gate_proj,model.layers.1.mlp.up_proj]", "flow.rollout.exclude=[]"]
+    assert train.main(words(tmp_path, *broken)) == 1
+    one_sentence(capsys, "flow unified_fp8 claims to be unified", "model.layers.1.mlp.up_proj", "flow.rollout.exclude: set it")
+    assert not (tmp_path / "run").exists()
 
 
 def test_only_a_whole_checkpoint_may_be_resumed_by_path(tmp_path, capsys):

@@ -9,7 +9,6 @@ import io
 import os
 import shutil
 import warnings
-from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +21,13 @@ from yaml import YAMLError
 from jetrl.data import TaskConfig, check_columns
 from jetrl.data.models import REMOTE
 from jetrl.data.sources import local_files
-from jetrl.errors import UserError
+from jetrl.errors import JobError, UserError
 from jetrl.launch import model_files, verl_schema
 from jetrl.launch.checkpoints import why_not_whole
 from jetrl.launch.config import run_config, steps_per_epoch
 from jetrl.precision.flow import DEFAULT_FLOW, Flow, flow_from_dict, load_flow
 from jetrl.precision.tensor_parallel import first_cut_block, sharded_linears, working_sizes
+from jetrl.precision.violation import violation_sentence
 from jetrl.versions import check_versions
 
 ENTRY_POINT = ("vllm.general_plugins", "jetrl", "jetrl.integrations.vllm:register")
@@ -40,10 +40,9 @@ CHECKPOINTS_AT_ONCE = 3
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse a composed jetrl job that cannot work. Raises UserError; writes nothing."""
+    """Refuse a composed jetrl job that cannot work. Raises UserError, JobError for a violated flow; writes nothing."""
     check_versions()
     check_verl_config(cfg)
-    _check_unified(cfg)
     _check_trainer(cfg)
     _check_data(cfg)
     _check_verl_accepts(cfg)
@@ -51,6 +50,7 @@ def check(cfg: DictConfig) -> None:
     _check_output(cfg)
     _check_same_run(cfg)
     _check_resume_folder(cfg)
+    _check_unified(cfg)
 
 
 def check_verl_config(cfg: DictConfig) -> None:
@@ -64,15 +64,19 @@ def check_verl_config(cfg: DictConfig) -> None:
 
 
 def _check_unified(cfg: DictConfig) -> None:
-    """A flow that claims to be unified has one assignment on both sides; the handshake would end the job minutes later."""
+    """A flow that claims to be unified has one assignment on both sides; the handshake would end the job minutes later.
+
+    Raises JobError with the violated edges: this is jetrl.check's verdict, and has its exit code.
+    """
     flow = flow_from_dict(OmegaConf.to_container(cfg.flow, resolve=True))
-    train, rollout = asdict(flow.train), asdict(flow.rollout)
-    differs = next((key for key in train if train[key] != rollout[key]), None)
-    if flow.unified and differs:
-        raise UserError(
-            f"flow.rollout.{differs}={rollout[differs]} differs from flow.train.{differs}={train[differs]}, and the flow "
-            f"{flow.name} claims to be unified; give both the same, or set flow.unified=false"
-        )
+    if not flow.unified or flow.train == flow.rollout:
+        return
+    from jetrl.precision.check_job import check_job  # torch and transformers, which only this case needs
+    from jetrl.precision.job import read_job
+
+    violations = check_job(read_job(cfg)).violations
+    if violations:
+        raise JobError(violation_sentence(flow.name, violations))
 
 
 def _check_trainer(cfg: DictConfig) -> None:

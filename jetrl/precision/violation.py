@@ -33,3 +33,16 @@ class Violation:
             "advice": self.advice,
             "sentence": str(self),
         }
+
+
+SHOWN = 3
+
+
+def violation_sentence(flow_name: str, violations: list[Violation]) -> str:
+    """What ends a job whose flow claims to be unified and is not: the first few edges, each with the key that fixes it."""
+    shown = "; ".join(str(v) for v in violations[:SHOWN])
+    more = f" (and {len(violations) - SHOWN} more)" if len(violations) > SHOWN else ""
+    return (
+        f"flow {flow_name} claims to be unified, but the rollout's precision graph is not a subgraph of the trainer's "
+        f"forward graph: {shown}{more}"
+    )

@@ -21,11 +21,11 @@ from jetrl.integrations.protocol import REPORT_METHOD, announce, versions
 from jetrl.precision.flow import Flow
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.subgraph import check
+from jetrl.precision.violation import violation_sentence
 
 TIMEOUT_SECONDS = 120.0
 # vllm_server_<replica>_<node>: only node 0 of a replica has an engine to ask. Reward and teacher servers do not match.
 _SERVER_NAME = re.compile(r"vllm_server_\d+_0\D*")
-_SHOWN_VIOLATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,6 @@ class RolloutHandshake:
                         f"{r.server} rank {r.rank} runs {name} {r.versions.get(name)} but the trainer runs {version}; "
                         f"use one environment for both"
                     )
-
-
-def violation_sentence(flow_name: str, violations: list) -> str:
-    shown = "; ".join(str(v) for v in violations[:_SHOWN_VIOLATIONS])
-    more = f" (and {len(violations) - _SHOWN_VIOLATIONS} more)" if len(violations) > _SHOWN_VIOLATIONS else ""
-    return (
-        f"flow {flow_name} claims to be unified, but the rollout's precision graph is not a subgraph of the trainer's "
-        f"forward graph: {shown}{more}"
-    )
 
 
 def ask_rollout(known_digests: list[str]) -> list[WorkerReport]:
