@@ -76,7 +76,9 @@ def test_a_flow_broken_on_purpose_is_the_checks_verdict_with_its_exit_code(tmp_p
     """One layer is excluded in training only, which takes two keys: the rollout follows the trainer by default."""
     broken = ["flow.train.exclude=[model.layers.1.mlp.gate_proj,model.layers.1.mlp.up_proj]", "flow.rollout.exclude=[]"]
     assert train.main(words(tmp_path, *broken)) == 1
-    one_sentence(capsys, "flow unified_fp8 claims to be unified", "model.layers.1.mlp.up_proj", "flow.rollout.exclude: set it")
+    one_sentence(
+        capsys, "flow unified_fp8 claims to be unified", "model.layers.1.mlp.up_proj", "flow.rollout.exclude: set it"
+    )
     assert not (tmp_path / "run").exists()
 
 
