@@ -16,13 +16,7 @@ from jetrl.launch.metrics_log import read_run, summarize
 pytestmark = pytest.mark.slow
 
 TRAIN = [sys.executable, "-m", "jetrl.train"]
-SHORT = [
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-]
+SHORT = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
 
 
 def kill_after_step(command: list[str], folder: Path, run: Path, step: int, timeout: float) -> None:
