@@ -52,6 +52,13 @@ class _CPUDeviceModule(types.ModuleType):
     def is_available(self) -> bool:
         return False
 
+    # VeRL restores the accelerator's random state from a checkpoint; here that is the CPU's own.
+    def get_rng_state(self, device=None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device=None) -> None:
+        torch.set_rng_state(state)
+
 
 class PlatformCPU(PlatformBase):
     """Chosen by VeRL's auto-detection where no other registered platform is available."""
