@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def test_the_default_job_learns_and_goes_on_after_a_kill(tmp_path):
     returncode, output = run_to_end(command, tmp_path, timeout=1300)
     assert returncode == 0, output[-3000:]
     assert "from step 10" in output and "from the start" not in output
-    assert all(len(line) <= 120 for line in output.splitlines())
+    rows = [line for line in output.splitlines() if re.match(r"\s+(step\s+reward|\d+/\d+)\s", line)]
+    assert len(rows) >= 10 and all(len(row) <= 120 for row in rows)
     steps = [step for step, metrics in read_run(run / "metrics.jsonl").items() if "critic/score/mean" in metrics]
     assert steps == list(range(1, steps[-1] + 1)), "every step once, across the kill"
     figures = summarize(read_run(run / "metrics.jsonl"))
