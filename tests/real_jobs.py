@@ -49,7 +49,6 @@ def run_verl_job(folder: Path, *overrides: str, timeout: float = 900) -> JobResu
     """`python -m verl.trainer.main_ppo` in `folder` on the embedded model and a small arithmetic set."""
     from jetrl.data import prepare
     from jetrl.data.models import resolve_model_path
-    from jetrl.precision.flow import load_flow  # noqa: F401  (fails early where jetrl.configs is not importable)
 
     folder.mkdir(parents=True, exist_ok=True)
     task = dict(
