@@ -7,7 +7,7 @@ VeRL loads it by `reward.custom_reward_function.path=pkg://jetrl.data.reward`. V
 import re
 
 # Tasks with whole-number answers; every other data source goes to VeRL's own grader for it.
-INTEGER_SOURCES = ("arithmetic", "gsm_symbolic")
+INTEGER_SOURCES = ("arithmetic", "chain", "gsm_symbolic")
 # Only the end of a response is searched: the answer is there, and a very long response stays cheap.
 TAIL_CHARACTERS = 1000
 MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-"})

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetrl.data.chain import chain_problems
 from jetrl.data.task import MAX_ROWS, TaskConfig
 from jetrl.errors import UserError
 
@@ -59,6 +60,9 @@ def problem_stream(task: TaskConfig, stream: int | str) -> Iterator[Problem]:
 
     stream: a task's seed, or any text for a stream that is no task's.
     """
+    if task.name == "chain":
+        chains = chain_problems(task.options["length"], task.options["digits"], str(stream))
+        yield from (Problem(question, answer) for question, answer in chains)
     with warnings.catch_warnings():
         # One of its dependencies compares strings with `is`; the warning would greet every user on the first run.
         warnings.simplefilter("ignore", SyntaxWarning)

@@ -46,6 +46,7 @@ KINDS = {
         },
         ordered=(("min_terms", "max_terms"), ("min_digits", "max_digits")),
     ),
+    "chain": TaskKind(generated=True, options={"length": Range(64, 4096), "digits": Range(1, 4)}),
     "gsm_symbolic": TaskKind(generated=True),
     "gsm8k": TaskKind(generated=False, options={"path": str}),
     "math": TaskKind(generated=False, options={"path": str}),

@@ -1,0 +1,222 @@
+"""Makes a Qwen3-shaped model of 1 to 150 million weights, warmed up on the task `chain` until it is right now and then.
+
+    python scripts/warm_up_model.py --size 20m --length 512 --out models/chain
+    python -m jetrl.train +model=chain +data=chain task.length=512
+
+Supervised steps on written-out chains, seeded, with the embedded model's tokenizer. It stops when the accuracy of
+*sampled* answers reaches --target: what reinforcement learning starts from is what the policy samples, not what it would
+decode greedily. Both are known without decoding. A chain's greedy decoding is right exactly if under teacher forcing
+every token of the right answer is the likeliest one, and it is sampled with the product of its tokens' probabilities
+(a wrong result never leads back into the chain, so another path to the right number is a 1-in-100 coincidence).
+The decoded accuracy is printed at the end for comparison. No validation question is ever shown.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from make_tiny_model import save
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from jetrl.data import TaskConfig, load_task
+from jetrl.data.chain import working
+from jetrl.data.models import TINY, resolve_model_path
+from jetrl.data.reward import compute_score
+from jetrl.data.sources import Problem, generate, problem_stream
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths in elements, all multiples of 128 so that FP8 blocks are whole; head_dim is one that FA3 and vLLM's CPU attention have."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 64
+
+
+SIZES = {
+    "tiny": Size(256, 512, 2, 4, 2),  # 1.4 M: for tests and CPUs
+    "20m": Size(512, 1536, 7, 8, 4),
+    "60m": Size(768, 2304, 9, 12, 4),
+    "150m": Size(1024, 3072, 12, 16, 8),
+}
+RAMP_STEPS = 50
+CHECK_EVERY = 10
+# Near the target the learning rate drops: accuracy of a long chain, (accuracy of a step) ** steps, rises tenfold in few
+# steps there, and a start far above the target leaves reinforcement learning nothing to do.
+SLOW_FROM, SLOW_FACTOR = 0.01, 0.3
+# Beyond this sampled accuracy the model is not written: RL is to start at 0.1 to 0.4.
+HIGHEST_START = 0.4
+
+
+def load_tokenizer(longest: int) -> PreTrainedTokenizerFast:
+    """The embedded model's: 512 tokens, digits single, any text can be written. longest: positions of the new model."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
+    tokenizer.model_max_length = longest
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, size: Size, longest: int, seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=longest,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def batch_of(
+    tokenizer: PreTrainedTokenizerFast, problems: list[Problem], device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, labels), both [problems, longest] int64, padded on the right; labels are -100 outside the answer.
+
+    Prompt and answer are encoded apart, as the rollout sees them: the answer's first token never merges with the prompt.
+    """
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    answers = [working(problem.question) + tokenizer.eos_token for problem in problems]
+    ids, labels = [], []
+    for prompt, answer in zip(
+        *(tokenizer(t, add_special_tokens=False)["input_ids"] for t in (prompts, answers)), strict=True
+    ):
+        ids.append(torch.tensor(prompt + answer))
+        labels.append(torch.tensor([-100] * len(prompt) + answer))
+    pad = torch.nn.utils.rnn.pad_sequence
+    padded = (
+        pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad(labels, batch_first=True, padding_value=-100),
+    )
+    return tuple(tensor.to(device) for tensor in padded)
+
+
+@torch.no_grad()
+def accuracies(model: Qwen3ForCausalLM, tokenizer, problems: list[Problem], batch: int) -> tuple[float, float]:
+    """(share of problems that greedy decoding would solve, mean probability of sampling the right answer), teacher-forced."""
+    greedy, sampled = [], []
+    for start in range(0, len(problems), batch):
+        ids, labels = batch_of(tokenizer, problems[start : start + batch], model.device)
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        target = labels[:, 1:]
+        counts = target != -100
+        right = (logits.argmax(-1) == target) | ~counts
+        log_probs = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+        greedy.append(right.all(1).float())
+        sampled.append((log_probs * counts).sum(1).exp())
+    return torch.cat(greedy).mean().item(), torch.cat(sampled).mean().item()
+
+
+@torch.no_grad()
+def decoded_accuracy(model: Qwen3ForCausalLM, tokenizer, problems: list[Problem], longest: int) -> float:
+    """Share of problems whose greedily decoded answer gets the job's own reward. longest: new tokens."""
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
+    out = model.generate(**batch, max_new_tokens=longest, do_sample=False)
+    answers = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    scores = [compute_score("chain", text, p.answer)["score"] for text, p in zip(answers, problems, strict=True)]
+    return sum(scores) / len(scores)
+
+
+def warm_up(model, tokenizer, problems: Iterator[Problem], probe: list[Problem], args: argparse.Namespace) -> dict:
+    """Supervised steps until the sampled accuracy on `probe` reaches args.target; prints one line a check."""
+    fused = model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=fused)
+    start, slow = time.monotonic(), 1.0
+    for step in range(1, args.max_steps + 1):
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / RAMP_STEPS) * slow
+        ids, labels = batch_of(tokenizer, list(itertools.islice(problems, args.batch)), model.device)
+        # Padding stands on the right, where causal attention hides it: without a mask SDPA takes its fast path.
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=fused):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % CHECK_EVERY:
+            continue
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=fused):
+            greedy, sampled = accuracies(model, tokenizer, probe, args.batch)
+        seconds = time.monotonic() - start
+        print(
+            f"step {step:5d}  loss {loss.item():.4f}  accuracy greedy {greedy:.3f} sampled {sampled:.3f}  {seconds:6.1f} s",
+            flush=True,
+        )
+        slow = SLOW_FACTOR if sampled >= SLOW_FROM else slow
+        if sampled >= args.target:
+            return {"steps": step, "seconds": seconds}
+    raise SystemExit(
+        f"after {args.max_steps} steps the sampled accuracy is still below --target {args.target}; raise --max-steps"
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("models/chain"), help="folder to write; replaced when it exists"
+    )
+    parser.add_argument("--size", choices=SIZES, default="20m")
+    parser.add_argument("--length", type=int, default=512, help="task.length: the most tokens of a response")
+    parser.add_argument("--digits", type=int, default=2, help="task.digits")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", type=float, default=0.2, help="stop at this accuracy of sampled answers")
+    parser.add_argument("--batch", type=int, default=64, help="chains a step")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--max-steps", type=int, default=4000)
+    parser.add_argument("--decode", type=int, default=64, help="validation questions to decode at the end; 0: none")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    args = parse(argv)
+    began = time.monotonic()
+    shipped = load_task("chain")
+    task: TaskConfig = replace(shipped, options={"length": args.length, "digits": args.digits})
+    validation = generate(task)["val"]
+    held_out = {problem.question for problem in validation}
+    stream = (p for p in problem_stream(task, f"warm-up/{args.seed}") if p.question not in held_out)
+
+    longest = args.length + 256  # the job's prompts have at most 192 tokens (configs/data/chain.yaml)
+    tokenizer = load_tokenizer(longest)
+    model = make_model(tokenizer, SIZES[args.size], longest, args.seed).to(args.device)
+    reached = warm_up(model, tokenizer, stream, validation, args)
+
+    model = model.to(torch.bfloat16)
+    greedy, sampled = accuracies(model, tokenizer, validation, args.batch)
+    if sampled > HIGHEST_START:
+        raise SystemExit(f"sampled accuracy {sampled:.3f} is above {HIGHEST_START}; lower --target or --lr")
+    decoded = decoded_accuracy(model, tokenizer, validation[: args.decode], args.length) if args.decode else None
+    save(model, tokenizer, args.out)
+    reached |= {"seed": args.seed, "size": args.size, "parameters": model.num_parameters(), "length": args.length}
+    reached |= {
+        "greedy": greedy,
+        "sampled": sampled,
+        "greedy_decoded": decoded,
+        "all_seconds": time.monotonic() - began,
+    }
+    print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in reached.items()}))
+    return reached
+
+
+if __name__ == "__main__":
+    main()
