@@ -21,7 +21,7 @@ _DEEPGEMM_1D1D_MAX_REFUSED_ROWS = 64
 _BF16_ROW, _FLOAT_ROW = 8, 4
 
 
-def _column_major(scale: torch.Tensor) -> torch.Tensor:
+def column_major(scale: torch.Tensor) -> torch.Tensor:
     """Tile scales as the kernels read them; a copy only if the caller built them another way."""
     rows, columns = scale.shape
     stride = ceil_div(rows, SCALE_ALIGNMENT) * SCALE_ALIGNMENT
@@ -37,8 +37,8 @@ def _is_tiled(b: torch.Tensor, b_scale: torch.Tensor) -> bool:
 def _prepare(a, a_scale, b, b_scale):
     check_gemm_operands(a, a_scale, b, b_scale)
     tiled = _is_tiled(b, b_scale)
-    b_scale = _column_major(b_scale) if tiled else b_scale.contiguous()
-    return a.contiguous(), _column_major(a_scale), b.contiguous(), b_scale, tiled
+    b_scale = column_major(b_scale) if tiled else b_scale.contiguous()
+    return a.contiguous(), column_major(a_scale), b.contiguous(), b_scale, tiled
 
 
 def _scaled_mm(a, a_scale, b, b_scale, tiled: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -89,11 +89,11 @@ def _tiles(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
     if backend != "triton" and _takes_scaled_mm(a, b) and (dtype == torch.bfloat16 or outputs <= _CUBLASLT_MAX_OUTPUTS):
         return _scaled_mm(a, a_scale, b, b_scale, True, dtype)
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
-    _accumulate_tiles(a, a_scale, b, b_scale, out)
+    accumulate_tiles(a, a_scale, b, b_scale, out)
     return out.to(dtype)
 
 
-def _accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
+def accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     backend = backends.current().gemm
     if backend == "deepgemm" and b.shape[0] % _FLOAT_ROW == 0 and a.shape[0] > _DEEPGEMM_1D1D_MAX_REFUSED_ROWS:
         backends.deep_gemm().fp8_gemm_nt(
@@ -125,6 +125,6 @@ def gemm_nt_accumulate(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     if not (a.shape[0] and b.shape[0] and a.shape[1]):
         return
     if tiled:
-        _accumulate_tiles(a, a_scale, b, b_scale, out)
+        accumulate_tiles(a, a_scale, b, b_scale, out)
     else:
         out += _blocks(a, a_scale, b, b_scale, torch.float32)
