@@ -347,3 +347,7 @@ _define(
     "gemm",
     _fake_gemm_nt_accumulate,
 )
+
+
+from jetrl_kernels import ops_exact  # noqa: E402, F401  (its ops are declared with _define, so it comes last)
+from jetrl_kernels import ops_fused  # noqa: E402, F401
