@@ -14,8 +14,8 @@ from jetrl_kernels.constants import pad_to_tile
 from torch import nn
 
 from jetrl.precision.formats import LinearFormat
-
-CARRIER_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+from jetrl.weight_cache import CachePolicy, WeightCodes
+from jetrl.wgrad import CARRIER_DTYPES, quantize_gradient, quantize_kept, weight_gradient
 
 
 class QuantizedWeight(NamedTuple):
@@ -38,9 +38,13 @@ def quantize_weight(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
 
 def quantize_input(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) bfloat16 or float32 -> codes (M, K rounded up to 128) E4M3, scale (M, that / 128) float32."""
+    _check_input(x)
+    return torch.ops.jetrl.quantize_tiles(x, scale_format)
+
+
+def _check_input(x: torch.Tensor) -> None:
     if x.dtype not in CARRIER_DTYPES:
         raise ValueError(f"an FP8 linear takes bfloat16 or float32 activations, got {x.dtype}")
-    return torch.ops.jetrl.quantize_tiles(x, scale_format)
 
 
 def fprop(
@@ -72,79 +76,61 @@ def _drop_padded_columns(y: torch.Tensor, out_features: Sequence[int]) -> torch.
 def dgrad(
     dy_codes: torch.Tensor,
     dy_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale_format: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """dy w: dy (M, N) in tiles along N; weight (N, K), quantized here to the transpose of fprop's blocks. (M, K)."""
-    w_codes, w_scale = torch.ops.jetrl.quantize_blocks_transposed(weight, weight_scale_format)
-    dx = torch.ops.jetrl.gemm_nt(dy_codes, dy_scale, w_codes, w_scale, CARRIER_DTYPES[out_dtype])
-    return _drop_padded_columns(dx, (weight.shape[1],))
-
-
-def wgrad(
-    dyt_codes: torch.Tensor,
-    dyt_scale: torch.Tensor,
-    x_codes: torch.Tensor,
-    x_scale: torch.Tensor,
+    codes_t: torch.Tensor,
+    scale_t: torch.Tensor,
     in_features: int,
-    scale_format: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dy^T x, contracted over tokens with FP32 accumulation: (N, in_features) in out_dtype.
-
-    dyt: dy^T (N, M) in tiles of 128 tokens. x is what fprop consumed: its saved 1x128 copy is re-quantized along tokens.
-    """
-    xt_codes, xt_scale = torch.ops.jetrl.requantize_tiles_transposed(x_codes, x_scale, in_features, scale_format)
-    carrier = CARRIER_DTYPES.get(out_dtype, "float32")
-    return torch.ops.jetrl.gemm_nt(dyt_codes, dyt_scale, xt_codes, xt_scale, carrier).to(out_dtype)
-
-
-def _quantize_gradient(dy: torch.Tensor, scale_format: str, for_dgrad: bool, for_wgrad: bool):
-    """(codes, scale) of dy in tiles along N, and of dy^T in tiles along tokens; None for the one that is not asked for."""
-    if for_dgrad and for_wgrad:
-        both = torch.ops.jetrl.quantize_tiles_both(dy, scale_format)
-        return both[:2], both[2:]
-    rows = torch.ops.jetrl.quantize_tiles(dy, scale_format) if for_dgrad else None
-    return rows, torch.ops.jetrl.quantize_tiles_transposed(dy, scale_format) if for_wgrad else None
+    """dy w: dy (M, N) in tiles along N, codes_t (K, N) the transpose of fprop's blocks. (M, in_features) in out_dtype."""
+    dx = torch.ops.jetrl.gemm_nt(dy_codes, dy_scale, codes_t, scale_t, CARRIER_DTYPES[out_dtype])
+    return _drop_padded_columns(dx, (in_features,))
 
 
 class _Float8LinearFunction(torch.autograd.Function):
-    """fprop, dgrad and wgrad of one logical matrix. Saves x as FP8 tiles and the weight by reference.
+    """fprop, dgrad and wgrad of one logical matrix. Saves x as its format says and the weight by reference.
 
-    The weight is quantized again in backward rather than kept: under FSDP it is a view of storage that is gathered for
-    each pass, and the quantizer is deterministic, so both passes see the same codes.
+    Codes of the weight come from `codes` in both passes: they are kept there or made again, and the quantizer is
+    deterministic, so both passes see the same. Under FSDP the weight is a view of storage gathered for each pass.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, fmt: LinearFormat):
-        x_codes, x_scale = quantize_input(x, fmt.x.scale_format)
-        quantized = quantize_weight(weight, fmt.weight.scale_format)
-        ctx.save_for_backward(x_codes, x_scale, weight)
-        ctx.fmt, ctx.in_features = fmt, x.shape[1]
+    def forward(ctx, x, weight, bias, fmt: LinearFormat, codes: WeightCodes, keep: bool):
+        _check_input(x)
+        x_codes, x_scale, kept = quantize_kept(x, fmt, keep)
+        ctx.save_for_backward(weight, *kept)
+        ctx.fmt, ctx.codes, ctx.in_features = fmt, codes, x.shape[1]
         ctx.bias_dtype = None if bias is None else bias.dtype
+        quantized = QuantizedWeight(*codes.for_fprop((weight,)), (weight.shape[0],))
         return fprop(x_codes, x_scale, quantized, bias, x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        x_codes, x_scale, weight = ctx.saved_tensors
-        fmt = ctx.fmt
+        weight, *kept = ctx.saved_tensors
         dx = dw = db = None
         dy = dy.contiguous()
-        # from_linear accepts one scale format for all operands, so one read of dy can serve both GEMMs.
-        rows, columns = _quantize_gradient(dy, fmt.dy.scale_format, *ctx.needs_input_grad[:2])
+        rows, columns = quantize_gradient(dy, ctx.fmt, *ctx.needs_input_grad[:2])
         if ctx.needs_input_grad[0]:
-            dx = dgrad(*rows, weight, fmt.weight.scale_format, dy.dtype)
+            dx = dgrad(*rows, *ctx.codes.for_dgrad((weight,)), ctx.in_features, dy.dtype)
         if ctx.needs_input_grad[1]:
-            dw = wgrad(*columns, x_codes, x_scale, ctx.in_features, fmt.wgrad_x.scale_format, weight.dtype)
+            dw = weight_gradient(columns, tuple(kept), ctx.in_features, ctx.fmt, weight.dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None
+        return dx, dw, db, None, None, None
 
 
-def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fmt: LinearFormat) -> torch.Tensor:
-    """F.linear with FP8 GEMMs and autograd. x (..., K) bfloat16 or float32, weight (N, K); returns (..., N) in x's dtype."""
-    y = _Float8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, bias, fmt)
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    fmt: LinearFormat,
+    codes: WeightCodes | None = None,
+) -> torch.Tensor:
+    """F.linear with FP8 GEMMs and autograd. x (..., K) bfloat16 or float32, weight (N, K); returns (..., N) in x's dtype.
+
+    codes: where the weight's codes are kept between passes; None makes them in each.
+    """
+    codes = codes or WeightCodes(fmt.weight.scale_format, CachePolicy("micro_batch"))
+    y = _Float8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, bias, fmt, codes, torch.is_grad_enabled())
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -156,21 +142,27 @@ class Float8Linear(nn.Linear):
     """
 
     format: LinearFormat
+    codes: WeightCodes
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, fmt: LinearFormat) -> "Float8Linear":
-        """Turn `module` itself into a Float8Linear. `fmt` must be an FP8 format (see LinearFormat.fp8_blockwise)."""
-        supported = LinearFormat.fp8_blockwise(fmt.x.scale_format) if fmt.is_fp8 else None
+    def from_linear(cls, module: nn.Linear, fmt: LinearFormat, policy: CachePolicy | None = None) -> "Float8Linear":
+        """Turn `module` itself into a Float8Linear. `fmt` must be an FP8 format (see LinearFormat.fp8_blockwise).
+
+        policy: when the weight's codes may be kept (default: made in each pass).
+        """
+        supported = LinearFormat.fp8_blockwise(fmt.x.scale_format, fmt.wgrad, fmt.wgrad_dy) if fmt.is_fp8 else None
         if fmt != supported:
             raise ValueError(f"Float8Linear computes 1x128 by 128x128 E4M3 with one scale format, not {fmt}")
         if type(module) is not nn.Linear:
             raise ValueError(f"only a plain nn.Linear can be swapped, got {type(module).__name__}")
+        policy = policy or CachePolicy("micro_batch")
+        policy.elements += module.weight.numel()
         module.__class__ = cls
-        module.format = fmt
+        module.format, module.codes = fmt, WeightCodes(fmt.weight.scale_format, policy)
         return module
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return fp8_linear(input, self.weight, self.bias, self.format)
+        return fp8_linear(input, self.weight, self.bias, self.format, self.codes)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, x={self.format.x}, weight={self.format.weight}"

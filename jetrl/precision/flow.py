@@ -11,6 +11,7 @@ from importlib import resources
 from omegaconf import OmegaConf
 
 from jetrl.errors import UserError
+from jetrl.precision.formats import WGRAD_KINDS
 
 DEFAULT_FLOW = "unified_fp8"
 LINEAR_KINDS = ("bf16", "fp8", "vllm_fp8")
@@ -24,6 +25,7 @@ class PrecisionAssignment:
     linear: "bf16"; "fp8" (jetrl's layer); "vllm_fp8" (VeRL's own rollout.quantization=fp8, rollout only).
     exclude: anchored globs over canonical (Hugging Face) module names that stay BF16.
     bf16_first_layers, bf16_last_layers: decoder layers kept BF16 at either end.
+    wgrad: how weight gradients get their operands (formats.WGRAD_KINDS); training only.
     """
 
     linear: str = "bf16"
@@ -32,6 +34,7 @@ class PrecisionAssignment:
     bf16_first_layers: int = 0
     bf16_last_layers: int = 0
     kv_cache: str = "bf16"
+    wgrad: str = "requantize"
 
     def __post_init__(self) -> None:
         if not isinstance(self.exclude, list | tuple) or not all(isinstance(p, str) and p for p in self.exclude):
@@ -40,6 +43,7 @@ class PrecisionAssignment:
         _one_of("linear", self.linear, LINEAR_KINDS)
         _one_of("scale_format", self.scale_format, SCALE_FORMATS)
         _one_of("kv_cache", self.kv_cache, ("bf16",))
+        _one_of("wgrad", self.wgrad, WGRAD_KINDS)
         for key in ("bf16_first_layers", "bf16_last_layers"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -62,6 +66,8 @@ class Flow:
             raise UserError(f"flow.unified={self.unified} must be true or false")
         if self.train.linear == "vllm_fp8":
             raise UserError("flow.train.linear=vllm_fp8 is only defined for the rollout; allowed: bf16, fp8")
+        if self.rollout.wgrad != PrecisionAssignment.wgrad:
+            raise UserError(f"flow.rollout.wgrad={self.rollout.wgrad} is only defined for training: set flow.train.wgrad")
 
     def to_dict(self) -> dict:
         return asdict(self)

@@ -5,6 +5,12 @@ from dataclasses import asdict, dataclass
 DTYPES = ("e4m3", "bf16", "fp32")
 GRANULARITIES = ("none", "tile_1x128", "tile_128x1", "block_128x128", "tensor", "token", "channel")
 SCALE_FORMATS = ("none", "fp32", "pow2")
+# How wgrad gets its operands, dy^T and x, contracted over tokens:
+#   requantize  x's 1x128 FP8 copy (what fprop read) is kept and re-quantized along tokens in the backward
+#   copy        a second FP8 copy of x, quantized along tokens from the original in the forward, is kept instead
+#   blocks      as requantize, but x goes into 128x128 blocks: a faster GEMM, one scale for 128 channels
+#   bf16        nothing is quantized: x is kept in the carrier (twice the memory), the product is the carrier's
+WGRAD_KINDS = ("requantize", "copy", "blocks", "bf16")
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class LinearFormat:
     dy: TensorFormat
     wgrad_x: TensorFormat
     wgrad_dy: TensorFormat
+    wgrad: str = "requantize"
 
     @property
     def is_fp8(self) -> bool:
@@ -87,7 +94,12 @@ class LinearFormat:
         return cls(carrier, carrier, carrier, carrier, carrier)
 
     @classmethod
-    def fp8_blockwise(cls, scale_format: str) -> "LinearFormat":
-        """The Jet-RL linear: 1x128 activations and gradients, 128x128 weights, wgrad tiles along tokens."""
-        token_tile = fp8_token_tile(scale_format)
-        return cls(fp8_tile(scale_format), fp8_block(scale_format), fp8_tile(scale_format), token_tile, token_tile)
+    def fp8_blockwise(
+        cls, scale_format: str, wgrad: str = "requantize", carrier: TensorFormat = BF16
+    ) -> "LinearFormat":
+        """The Jet-RL linear: 1x128 activations and gradients, 128x128 weights, wgrad along tokens (see WGRAD_KINDS)."""
+        if wgrad not in WGRAD_KINDS:
+            raise ValueError(f"wgrad={wgrad!r} is unknown; allowed: {', '.join(WGRAD_KINDS)}")
+        tile, block, token_tile = fp8_tile(scale_format), fp8_block(scale_format), fp8_token_tile(scale_format)
+        wgrad_x = {"bf16": carrier, "blocks": block}.get(wgrad, token_tile)
+        return cls(tile, block, tile, wgrad_x, carrier if wgrad == "bf16" else token_tile, wgrad)

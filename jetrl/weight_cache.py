@@ -1,0 +1,127 @@
+"""FP8 copies of weights, kept while the weights stay the same.
+
+A weight is the same in all micro-batches of an optimizer step, so its codes can be made once per step, where memory allows
+one byte a parameter for fprop and one for dgrad. Who changes weights says so: `weights_changed()` starts a new generation
+and frees every copy of the old one. Nothing is kept before the first such call, so a program that never calls it gets
+codes made from the weights in every pass and can hold none that are stale. A weight that is a parameter of its own (not a
+view that FSDP gathers for a pass) also counts its in-place changes, and a change drops its copies without a call.
+
+Copies are attributes of no module: they are in no state_dict, and neither copied nor saved with a model.
+"""
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import torch
+from jetrl_kernels.constants import E4M3
+from torch import nn
+
+from jetrl.errors import UserError
+
+CHOICES = ("auto", "step", "micro_batch")
+# `auto` keeps copies that fit into this part of the memory which is free when the first one is made: activations, and in
+# the first step the optimizer's state, are still to come.
+AUTO_SHARE = 0.15
+
+_log = logging.getLogger("jetrl")
+_generation = 0
+_holders: "weakref.WeakSet[WeightCodes]" = weakref.WeakSet()
+
+
+def weights_changed() -> None:
+    """Drop every kept copy: call it after an optimizer step, a load, and when weights move to or from the CPU."""
+    global _generation
+    _generation += 1
+    for holder in list(_holders):
+        holder.clear()
+
+
+class CachePolicy:
+    """One model's choice: "step" (from one `weights_changed` to the next), "micro_batch" (codes are made in each pass) or
+    "auto", which becomes one of the two when the first copy could be kept.
+
+    `decided` is None until then. Raises UserError for another choice.
+    """
+
+    def __init__(self, choice: str = "auto") -> None:
+        if choice not in CHOICES:
+            raise UserError(f"weight_cache={choice} is unknown; allowed: {', '.join(CHOICES)}")
+        self.choice = choice
+        self.decided: str | None = None if choice == "auto" else choice
+        self.elements = 0
+
+    def keeps(self, device: torch.device) -> bool:
+        if _generation == 0:
+            return False
+        if self.decided is None:
+            self.decided, why = self._decide(device)
+            _log.info("weight_cache=auto: %s (%s)", self.decided, why)
+        return self.decided == "step"
+
+    def _decide(self, device: torch.device) -> tuple[str, str]:
+        size = 2 * self.elements
+        if device.type != "cuda":
+            return "step", f"{size / 2**30:.2f} GiB of FP8 copies in host memory"
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + held
+        why = f"{size / 2**30:.1f} GiB of FP8 copies, {free / 2**30:.1f} GiB of GPU memory free"
+        return ("step" if size <= AUTO_SHARE * free else "micro_batch"), why
+
+
+class WeightCodes:
+    """The codes of one weight, or of several over the same input, stacked with each padded to 128 rows.
+
+    The weights come with every call: under FSDP they exist only during a pass.
+    """
+
+    def __init__(self, scale_format: str, policy: CachePolicy) -> None:
+        self.scale_format, self.policy = scale_format, policy
+        self.clear()
+        _holders.add(self)
+
+    def clear(self) -> None:
+        self._kept: dict[str, tuple[tuple, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __deepcopy__(self, memo: dict) -> "WeightCodes":
+        return WeightCodes(self.scale_format, self.policy)
+
+    def __getstate__(self) -> dict:
+        return {"scale_format": self.scale_format, "policy": self.policy}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
+
+    def for_fprop(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """codes (sum of N_i padded, K padded), scale: the same / 128."""
+        return self._get("fprop", weights)
+
+    def for_dgrad(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The transpose: codes (K padded, sum of N_i padded), scale."""
+        return self._get("dgrad", weights)
+
+    def _get(self, use: str, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keep = self.policy.keeps(weights[0].device)
+        key = (_generation, *(_changes(w) for w in weights)) if keep else None
+        kept = self._kept.get(use)
+        if keep and kept is not None and kept[0] == key:
+            return kept[1]
+        codes = _quantize(use, weights, self.scale_format)
+        if keep:
+            self._kept[use] = (key, codes)
+        return codes
+
+
+def _changes(weight: torch.Tensor) -> int:
+    return weight._version if isinstance(weight, nn.Parameter) and not weight.is_inference() else -1
+
+
+def _quantize(use: str, weights: Sequence[torch.Tensor], scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ops = torch.ops.jetrl
+    op, dim = (ops.quantize_blocks, 0) if use == "fprop" else (ops.quantize_blocks_transposed, 1)
+    parts = [op(w.detach(), scale_format) for w in weights]
+    if len(parts) == 1:
+        return parts[0]
+    # As bytes: torch has few copy kernels for float8.
+    codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts], dim=dim).view(E4M3)
+    return codes, torch.cat([scale for _, scale in parts], dim=dim)
