@@ -38,7 +38,7 @@ def compose_job(
     choices.setdefault("hardware", default_hardware())
     cfg = _hydra(CommandLine(choices=choices, overrides=line.overrides))
     try:
-        _fill(cfg, name_suffix, root, resolve_model)
+        _fill(cfg, name_suffix, root, resolve_model, chosen=tuple(line.choices))
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise explain(e, cfg) from e
@@ -74,13 +74,12 @@ def verl_config_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
 
 
-def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool) -> None:
+def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool, chosen: tuple[str, ...]) -> None:
     """Defaults that depend on other values, then the wiring of flow, folders and resume."""
     check_nodes(cfg, own=True)
     check_numbers(cfg)
     if cfg.run.name is None:
-        parts = [cfg.choices[group] for group in ("model", "data", "algorithm", "precision")]
-        cfg.run.name = "-".join(str(part) for part in parts) + name_suffix
+        cfg.run.name = "-".join(str(cfg.choices[group]) for group in _naming_groups(cfg, chosen)) + name_suffix
     if cfg.run.dir is None:
         cfg.run.dir = str(Path(root) / str(cfg.run.name))
     folder = run_config(cfg).folder
@@ -89,6 +88,15 @@ def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool) -> 
     if resolve_model:
         cfg.actor_rollout_ref.model.path = resolve_model_path(cfg.actor_rollout_ref.model.path)
     wiring.apply_flow(cfg, flow_from_dict(OmegaConf.to_container(cfg.flow, resolve=True)))
+    wiring.apply_masters(cfg)
     wiring.apply_lengths(cfg)
     wiring.apply_layout(cfg, run)
     wiring.apply_resume(cfg, resume_choice(cfg))
+
+
+def _naming_groups(cfg: DictConfig, chosen: tuple[str, ...]) -> list[str]:
+    """Groups whose choices make the default run name. An experiment stands for what it chooses itself."""
+    groups = ["model", "data", "algorithm", "precision"]
+    if cfg.choices["experiment"] is None:
+        return groups
+    return ["experiment", *(group for group in groups if group in chosen)]

@@ -9,6 +9,7 @@ from jetrl.precision.flow import Flow
 PLUGIN_MODULE = "jetrl.integrations.verl"
 QUANTIZATION = "jetrl"
 METRICS = "metrics.jsonl"
+MASTERS = ("bf16", "fp32")
 
 
 def apply_flow(cfg: DictConfig, flow: Flow) -> None:
@@ -33,6 +34,23 @@ def apply_flow(cfg: DictConfig, flow: Flow) -> None:
             engine.quantization = QUANTIZATION
         elif flow.rollout.linear == "vllm_fp8":
             rollout.quantization = "fp8"
+
+
+def apply_masters(cfg: DictConfig) -> None:
+    """`masters`: what the optimizer owns, the same for every flow so that a comparison of flows compares nothing else.
+
+    bf16: BF16 weights whose updates are rounded stochastically; an optimizer that the user named is kept. fp32: as VeRL
+    ships it. The reference model never changes, so BF16 is exact for it: its forward sees bf16(weight) either way.
+    """
+    if cfg.masters not in MASTERS:
+        raise UserError(f"masters={cfg.masters} is unknown; allowed: {', '.join(MASTERS)}")
+    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
+    actor.fsdp_config.model_dtype = cfg.masters
+    optim = actor.optim
+    if cfg.masters == "bf16":
+        ref.fsdp_config.model_dtype = "bf16"
+        if (optim.optimizer_impl, optim.optimizer) == ("torch.optim", "AdamW"):
+            optim.optimizer_impl, optim.optimizer = "jetrl.optimizer", "StochasticAdamW"
 
 
 def apply_lengths(cfg: DictConfig) -> None:

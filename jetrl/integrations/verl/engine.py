@@ -13,7 +13,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from jetrl.convert import convert
 from jetrl.errors import UserError
 from jetrl.integrations.protocol import announce
+from jetrl.integrations.verl import masters
+from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
 from jetrl.integrations.verl.handshake import RolloutHandshake
+from jetrl.integrations.verl.rotary import restore_frequencies
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
 from jetrl.precision.formats import TensorFormat, format_of_dtype
@@ -28,11 +31,22 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
 
     flow: Flow
     precision_graph: PrecisionGraph
+    accumulation: Accumulation | None = None
+
+    def initialize(self):
+        super().initialize()
+        if self.optimizer is None:
+            return
+        if self.rank == 0:
+            announce(masters.describe(self.optimizer))
+        if masters.are_bf16(self.module):
+            self.accumulation = accumulation_for(self.module)
 
     def _build_module(self):
         self.flow = load_flow(getattr(self.model_config.hf_config, "jetrl_flow", None))
         self._refuse_unsupported()
         module = super()._build_module()
+        restore_frequencies(module)
         if self.flow.train.linear != "bf16":
             _refuse_packed_experts(module)
         self.precision_graph = build_training_graph(module, self.flow.train, carrier=self._carrier())
@@ -75,6 +89,16 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
             size += tensor.nbytes
             yield name, tensor
         self._last_sync = {"sync_bytes": float(size), "sync_seconds": time.perf_counter() - start}
+
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool):
+        """Around each micro-batch's forward and backward: VeRL's, or the FP32 sum that BF16 masters need."""
+        if self.accumulation is None:
+            return super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch)
+        return self.accumulation.micro_batch(is_last_micro_batch)
+
+    def lr_scheduler_step(self):
+        # torchao's optimizers hold the learning rate as a tensor, which VeRL's JSON and TensorBoard loggers cannot write.
+        return float(super().lr_scheduler_step())
 
     def train_batch(self, data, loss_function):
         """Adds the bytes and seconds of the sync that preceded this update to the actor's metrics."""
