@@ -58,7 +58,7 @@ def test_task_survives_a_round_trip_through_its_flat_form():
 @pytest.mark.parametrize(
     ("change", "key", "says"),
     [
-        ({"name": "sudoku"}, "task.name=sudoku", "arithmetic, gsm_symbolic, gsm8k, math"),
+        ({"name": "sudoku"}, "task.name=sudoku", "arithmetic, chain, gsm_symbolic, gsm8k, math"),
         ({"seed": -1}, "task.seed=-1", "from 0 to"),
         ({"seed": "7"}, "task.seed='7'", "whole number"),
         ({"train_size": 0}, "task.train_size=0", "from 1 to"),
@@ -97,7 +97,7 @@ def test_arithmetic_rows_have_verls_columns_and_the_right_answers(tmp_path):
             assert row["reward_model"]["ground_truth"] == str(eval(expression))
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "gsm_symbolic"])
+@pytest.mark.parametrize("name", ["arithmetic", "chain", "gsm_symbolic"])
 def test_no_question_is_in_both_splits_and_validation_has_no_duplicates(tmp_path, name):
     task = load_task(name).to_dict() | {"train_size": 300, "val_size": 100}
     train, val = map(questions, prepare(task, tmp_path))
