@@ -136,7 +136,7 @@ def test_sync_is_in_place_and_independent_of_the_bucket_size(engine):
     ("fault", "message"),
     [
         ("missing", "model.layers.1.self_attn.k_proj was not received"),
-        ("shape", "model.layers.1.self_attn.k_proj of shape"),
+        ("shape", "model.layers.1.self_attn.k_proj arrived as a weight of shape"),
         ("dtype", "model.layers.1.self_attn.k_proj arrived as torch.int8"),
         ("nan", "model.layers.1.self_attn.k_proj holds NaN or Inf"),
     ],

@@ -2,17 +2,19 @@
 
 import torch
 from torch.nn import Parameter
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.utils import set_weight_attrs
 
 from jetrl.errors import UserError
+from jetrl.integrations.vllm import engine, operators
 from jetrl.integrations.vllm.refit import WeightReceiver
+from jetrl.integrations.vllm.shards import shards_of
 from jetrl.linear import QuantizedWeight, fprop, quantize_input
 from jetrl.precision.build_hf import declare_from_config
-from jetrl.precision.flow import load_flow
+from jetrl.precision.flow import Flow, load_flow
 from jetrl.precision.formats import LinearFormat
 from jetrl.precision.graph import PrecisionGraph
 
@@ -26,15 +28,30 @@ class JetConfig(QuantizationConfig):
     def __init__(self) -> None:
         super().__init__()
         self._graph: PrecisionGraph | None = None
+        self._flow: Flow | None = None
+        engine.prepare_environment()
 
     @property
     def graph(self) -> PrecisionGraph:
-        """The rollout graph this worker was told to build, from the model's own Hugging Face configuration."""
+        """The rollout graph this worker was told to build, from the model's own Hugging Face configuration.
+
+        Asked for first while the model is built, which is when the engine's settings can still be adapted.
+        """
         if self._graph is None:
             config = get_current_vllm_config()
-            flow = load_flow((config.additional_config or {}).get("jetrl_flow"))
-            self._graph = declare_from_config(config.model_config.hf_config, flow.rollout)
+            self._graph = declare_from_config(config.model_config.hf_config, self.flow(config).rollout)
+            engine.prepare(config, self.is_unified(config))
         return self._graph
+
+    def flow(self, config: VllmConfig) -> Flow:
+        if self._flow is None:
+            self._flow = load_flow((config.additional_config or {}).get("jetrl_flow"))
+        return self._flow
+
+    def is_unified(self, config: VllmConfig) -> bool:
+        """Whether the trainer runs the same norm, activation and rotary operators."""
+        flow = self.flow(config)
+        return flow.unified and flow.rollout.linear == "fp8"
 
     def get_name(self) -> str:
         return QUANTIZATION_NAME
@@ -79,7 +96,7 @@ class JetConfig(QuantizationConfig):
 
 
 class JetLinearMethod(LinearMethodBase):
-    """Holds FP8 codes and scales only; BF16 weights pass through a staging tensor on their way in (see refit.py)."""
+    """Holds FP8 codes and scales only; see refit.py for how they get there."""
 
     def __init__(self, formats: dict[str, LinearFormat]) -> None:
         self.formats = formats
@@ -96,29 +113,22 @@ class JetLinearMethod(LinearMethodBase):
         **extra_weight_attrs,
     ) -> None:
         self._check_block_edges(layer, input_size_per_partition, output_partition_sizes, input_size)
-        names = list(self.formats)
-        if len(names) != len(output_partition_sizes):
-            raise UserError(f"{layer.prefix} holds {len(output_partition_sizes)} matrices but is known as {names}")
-        receiver = WeightReceiver(
-            layer,
-            names=names,
-            out_features=tuple(output_partition_sizes),
-            in_features=input_size_per_partition,
-            scale_format=self.format.weight.scale_format,
-            stock_loader=extra_weight_attrs.pop("weight_loader"),
-        )
+        shards = shards_of(layer, list(self.formats), output_partition_sizes, input_size_per_partition)
+        receiver = WeightReceiver(layer, shards, self.format.weight.scale_format)
         codes, scale = receiver.empty_storage()
         layer.register_parameter("weight", Parameter(codes, requires_grad=False))
         layer.register_parameter("weight_scale", Parameter(scale, requires_grad=False))
-        set_weight_attrs(layer.weight, {"weight_loader": receiver.load})
+        set_weight_attrs(layer.weight, {"weight_loader": receiver.load_weight})
+        set_weight_attrs(layer.weight_scale, {"weight_loader": receiver.load_scale})
         layer.jetrl_receiver = receiver
+        layer.jetrl_out_features = receiver.out_features
 
     @staticmethod
     def _check_block_edges(
         layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int
     ) -> None:
         """A tensor-parallel edge inside a 128-block would give the shard other scales than the trainer's whole matrix."""
-        tp = layer.tp_size
+        tp = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
         cuts = []
         if input_size_per_partition != input_size and input_size_per_partition % 128:
             cuts.append(f"its input of {input_size} into shards of {input_size_per_partition}")
@@ -131,11 +141,13 @@ class JetLinearMethod(LinearMethodBase):
             )
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
+        operators.forget_cached_rotary()
         layer.jetrl_receiver.finish()
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        # Traced by torch.compile: two custom operators and what drops padded columns, no reshape where none is needed.
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         codes, scale = quantize_input(rows, self.format.x.scale_format)
-        weight = QuantizedWeight(layer.weight, layer.weight_scale, layer.jetrl_receiver.out_features)
+        weight = QuantizedWeight(layer.weight, layer.weight_scale, layer.jetrl_out_features)
         y = fprop(codes, scale, weight, bias, x.dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,47 @@
+"""What jetrl changes in the settings of a vLLM engine that asked for it, so that the user need not know of them.
+
+Nothing needs to be done about vLLM's UE8M0 scales (VLLM_USE_DEEP_GEMM_E8M0, on by default), its switch of GEMM kernels at
+32 rows or its DeepGEMM warm-up: they live in vLLM's own FP8 layers, none of which is in such an engine, and jetrl's GEMM
+tells DeepGEMM at every call to take the scales as they are.
+"""
+
+import importlib.util
+import logging
+import os
+
+from vllm.config import VllmConfig
+
+from jetrl.errors import UserError
+from jetrl.integrations.vllm import operators
+
+_PASS_KEY = "post_grad_custom_post_pass"
+
+_log = logging.getLogger("jetrl")
+
+
+def prepare_environment() -> None:
+    """Before workers start, which inherit it: vLLM's sampler takes flashinfer for granted and fails without it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def prepare(config: VllmConfig, unified: bool) -> None:
+    """In a worker, while the model is built and nothing has been compiled. Idempotent.
+
+    The pass is part of the configuration's hash, by its uuid, so compiled graphs of other versions are not taken.
+    """
+    passes = config.compilation_config.pass_config
+    # vLLM's fusions into its own quantizers round elsewhere; none of those quantizers should be left, and none is looked for.
+    passes.fuse_norm_quant = passes.fuse_act_quant = False
+    if not unified:
+        return
+    operators.check_registered()
+    operators.forget_cached_rotary()
+    from jetrl.integrations.vllm.fusion import SharedOperatorFusion
+
+    inductor = config.compilation_config.inductor_compile_config
+    found = inductor.setdefault(_PASS_KEY, SharedOperatorFusion())
+    if not isinstance(found, SharedOperatorFusion):
+        raise UserError(
+            f"compilation_config sets {_PASS_KEY}, which jetrl needs for its own fusions; remove that key, or set mode=0"
+        )
