@@ -1,7 +1,7 @@
 """Rotary frequencies stay FP32 in a model that is otherwise BF16.
 
 VeRL's `_build_module` ends with `module.to(dtype)`, which rounds every buffer, the rotary `inv_freq` among them: a token
-at position 4096 may then sit 8 positions (2^-9 of it) from where vLLM, which computes its cache in FP32, puts it.
+at position 4096 may then sit up to 16 positions (2^-8 of it) from where vLLM, which computes its cache in FP32, puts it.
 """
 
 import torch
