@@ -87,6 +87,16 @@ def test_a_second_start_keeps_the_first_ones_metrics(cfg, run_dir):
     assert (run_dir / "checkpoints" / checkpoints.TRACKER).read_text() == "2"
 
 
+def test_every_start_leaves_its_command_seeds_and_versions(cfg, run_dir):
+    for _ in range(2):
+        run_job(cfg, run_dir, io.StringIO(), child(GOOD))
+    starts = [json.loads(line) for line in (run_dir / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == 2
+    assert starts[0]["seeds"]["task.seed"] == 0
+    assert starts[0]["versions"]["torch"].startswith("2.11.0") and "verl" in starts[0]["versions"]
+    assert "pytest" in starts[0]["command"]
+
+
 def test_a_run_that_is_done_is_not_done_again(cfg, run_dir):
     step = run_dir / "checkpoints" / f"global_step_{STEPS}"
     step.mkdir(parents=True)

@@ -21,6 +21,7 @@ from jetrl.launch import checkpoints, metrics_log
 from jetrl.launch.config import RunConfig, run_config, steps_per_epoch
 from jetrl.launch.console import Console
 from jetrl.launch.processes import Orphans
+from jetrl.launch.provenance import record_start
 from jetrl.launch.wiring import METRICS
 from jetrl.launch.worker_entry import FAILURE
 
@@ -72,6 +73,7 @@ def run_job(
             )
             return 0
         (run_dir / CONFIG).write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        record_start(cfg, run_dir)
         code = _supervise(command(run_dir / CONFIG), run_dir, console, lock, total)
         if code == 0:
             figures = metrics_log.summarize(metrics_log.read_run(run_dir / METRICS))

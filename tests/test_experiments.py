@@ -1,0 +1,115 @@
+"""configs/experiment composes with every flow, and scripts/run_experiments.py plans, keeps and skips what it should."""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_for_tests import composed, words
+
+from jetrl.launch import sweep
+from jetrl.launch.args import options, parse
+from jetrl.reporting.groups import is_seed
+from jetrl.reporting.runs import load_runs
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "run_experiments.py"
+spec = importlib.util.spec_from_file_location("run_experiments", SCRIPT)
+script = importlib.util.module_from_spec(spec)
+sys.modules["run_experiments"] = script  # dataclasses look their module up
+spec.loader.exec_module(script)
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("flow", script.FLOWS)
+def test_every_flow_composes_with_every_experiment(tmp_path, experiment, flow):
+    cfg = composed(tmp_path, f"experiment={experiment}", *script.FLOWS[flow], "data.seed=5")
+    assert cfg.flow.name == flow.removesuffix("_tis")
+    assert cfg.algorithm.rollout_correction.rollout_is == ("token" if flow.endswith("_tis") else None)
+    assert cfg.actor_rollout_ref.rollout.seed == cfg.actor_rollout_ref.actor.data_loader_seed == 5
+    assert cfg.data.max_response_length == {"chain_short": 64, "chain_long": 512, "smollm2_gsm": 1024}[experiment]
+    assert cfg.task.seed == 0  # the seeds of a comparison share their questions
+
+
+def test_the_length_is_one_dial(tmp_path):
+    cfg = composed(tmp_path, "experiment=chain_long", "task.length=4096")
+    assert cfg.data.max_response_length == 4096
+    assert cfg.actor_rollout_ref.rollout.max_model_len == 4096 + cfg.data.max_prompt_length
+
+
+def test_an_experiments_name_stands_for_what_it_chooses(tmp_path):
+    line = words(tmp_path, "experiment=chain_long", "algorithm=grpo,grpo_tis", "precision=bf16", "data.seed=0,1")
+    names = [job.cfg.run.name for job in sweep.expand(parse(["-m", *line]))]
+    assert names[0] == "chain_long-grpo-bf16-seed=0" and names[3] == "chain_long-grpo_tis-bf16-seed=1"
+
+
+def test_runs_are_planned_seed_by_seed_and_differ_in_flow_and_seed_only():
+    runs = script.planned("chain_short", ["bf16", "unified_fp8_tis"], [0, 1], ["task.length=128"])
+    assert [run.name.partition("-")[2] for run in runs] == [
+        "bf16-seed=0", "unified_fp8_tis-seed=0", "bf16-seed=1", "unified_fp8_tis-seed=1",
+    ]  # fmt: skip
+    assert runs[1].words[1:4] == ("precision=unified_fp8", "algorithm=grpo_tis", "data.seed=0")
+    assert is_seed("data.seed") and all("task.length=128" in run.words for run in runs)
+
+
+def finished_run(tmp_path: Path, steps: int = 3) -> tuple[script.Run, Path]:
+    """A run folder as jetrl.train leaves it, with a process that has ended."""
+    root = tmp_path / "runs"
+    folder = root / "demo"
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": s, "data": {"timing_s/step": 1.23456789, "mismatch/k3_kl": 1e-4, "critic/advantages/max": 3.0}}
+        for s in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(
+        f"actor_rollout_ref: {{}}\ntrainer: {{total_training_steps: 3}}\nrun: {{dir: '{Path.cwd()}/runs/demo'}}\n"
+    )
+    (folder / "starts.jsonl").write_text('{"command": "python -m jetrl.train"}\n')
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return script.Run("demo", ("experiment=chain_short",), process, "/tmp/jxabc"), root
+
+
+def test_what_is_kept_is_small_has_no_local_path_and_opens_in_the_report(tmp_path):
+    run, root = finished_run(tmp_path)
+    kept = tmp_path / "kept"
+    record = script.keep(run, root, kept, side_by_side=4)
+    assert (record["exit"], record["steps"], record["side_by_side"]) == (0, 3, 4)
+    row = json.loads((kept / "demo" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row == {"step": 1, "data": {"timing_s/step": 1.23457, "mismatch/k3_kl": 1e-4}}
+    assert str(Path.cwd()) not in (kept / "demo" / "config.yaml").read_text()
+    assert script.is_finished(kept / "demo")
+    assert load_runs([str(kept)])[0][0].last_step == 3
+    script.keep(run, root, kept, side_by_side=4)
+    assert len((kept / "demo" / "records.jsonl").read_text().splitlines()) == 2  # a second start adds a line
+
+
+def test_a_partial_run_is_not_skipped(tmp_path):
+    run, root = finished_run(tmp_path, steps=2)
+    script.keep(run, root, tmp_path / "kept", side_by_side=1)
+    assert not script.is_finished(tmp_path / "kept" / "demo")
+    assert not script.is_finished(tmp_path / "kept" / "never started")
+
+
+def test_the_time_limit_stops_what_runs_and_keeps_it(tmp_path, monkeypatch):
+    """Two runs that would sleep for a minute, one at a time, one second allowed: the first is stopped, neither hangs."""
+
+    def start(run, root, log):
+        run.temporary, run.began = str(tmp_path / "ray"), 0.0
+        run.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    monkeypatch.setattr(script, "start", start)
+    monkeypatch.setattr(script, "STAGGER_SECONDS", 0.0)
+    args = argparse.Namespace(side_by_side=1, seconds=0.5, out=tmp_path / "runs", keep=tmp_path / "kept")
+    records = script.run_all(script.planned("chain_short", ["bf16"], [0, 1], []), args)
+    assert [record["exit"] for record in records] == [-15]
+    assert records[0]["steps"] == 0
+
+
+def test_an_unknown_flow_is_named_with_those_that_exist(capsys):
+    with pytest.raises(SystemExit):
+        script.parse(["chain_short", "--flows", "bf16,fp4"])
+    assert "--flows fp4 is unknown; allowed: bf16, fp8_rollout" in capsys.readouterr().err
