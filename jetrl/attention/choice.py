@@ -1,0 +1,79 @@
+"""Which attention the trainer runs: the first that this machine, model and batch layout allow, with the reason."""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from jetrl.errors import UserError
+
+LARGEST_HEAD = 256
+EXACT = "jetrl_fa3"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """name: a transformers attention implementation; reason: why not an earlier one, for the log."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"attention {self.name} ({self.reason})"
+
+
+def choose(hf_config: object, device_type: str, packed: bool, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """The order: vLLM's FA3, flash-attn, torch's varlen_attn; SDPA where sequences are not packed or there is no GPU."""
+    unfit = _no_flash(hf_config, device_type, packed, dtype)
+    if unfit:
+        return Choice("sdpa", unfit)
+    missing = []
+    for name, what, obstacle in (
+        ("jetrl_fa3", "vLLM's FA3 forward with torch's flash backward", fa3_obstacle()),
+        ("jetrl_fa2", "flash-attn", None if importlib.util.find_spec("flash_attn") else "flash_attn is not installed"),
+        ("jetrl_varlen", "torch's varlen_attn", None),
+    ):
+        if obstacle is None:
+            return Choice(name, "; ".join((what, *missing)))
+        missing.append(obstacle)
+    raise AssertionError("torch's varlen_attn has no obstacle")
+
+
+def require_exact(hf_config: object, device_type: str, packed: bool, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """FA3, or a UserError that says what stands against it: no other kernel has the rollout's bits."""
+    choice = choose(hf_config, device_type, packed, dtype)
+    if choice.name != EXACT:
+        raise UserError(
+            f"precision=unified_exact needs vLLM's FA3 for attention in the trainer, which it cannot use here: "
+            f"{choice.reason}; use precision=unified_fp8"
+        )
+    return choice
+
+
+def _no_flash(hf_config: object, device_type: str, packed: bool, dtype: torch.dtype) -> str | None:
+    """Why no flash kernel can run this, or None."""
+    if device_type != "cuda":
+        return f"device {device_type}"
+    if not packed:
+        return "sequences are padded: actor_rollout_ref.model.use_remove_padding=false"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash kernels take no {dtype}"
+    heads = getattr(hf_config, "num_attention_heads", 1)
+    size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    if size > LARGEST_HEAD or size % 8:
+        return f"flash kernels take heads of a multiple of 8 up to {LARGEST_HEAD}, not {size}"
+    return None
+
+
+def fa3_obstacle() -> str | None:
+    """Why vLLM's FA3 cannot run on the current GPU, or None."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return f"FA3 needs compute capability 9.x, this GPU has {major}.{minor}"
+    from vllm.vllm_flash_attn.flash_attn_interface import FA3_AVAILABLE, FA3_UNAVAILABLE_REASON
+
+    return None if FA3_AVAILABLE else f"vLLM's FA3 does not load: {FA3_UNAVAILABLE_REASON}"
