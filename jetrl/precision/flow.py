@@ -52,12 +52,17 @@ class PrecisionAssignment:
 
 @dataclass(frozen=True)
 class Flow:
-    """A named pair of assignments. `unified` claims that rollout's graph is a subgraph of training's forward graph."""
+    """A named pair of assignments. `unified` claims that rollout's graph is a subgraph of training's forward graph.
+
+    shadow: what an extra forward of the trainer on a sampled micro-batch computes in (calibrated clipping); None: no such
+    pass. BF16 only, because what it is held against is the stock model.
+    """
 
     name: str
     unified: bool
     train: PrecisionAssignment = field(default_factory=PrecisionAssignment)
     rollout: PrecisionAssignment = field(default_factory=PrecisionAssignment)
+    shadow: PrecisionAssignment | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -68,6 +73,8 @@ class Flow:
             raise UserError("flow.train.linear=vllm_fp8 is only defined for the rollout; allowed: bf16, fp8")
         if self.rollout.wgrad != PrecisionAssignment.wgrad:
             raise UserError(f"flow.rollout.wgrad={self.rollout.wgrad} is only defined for training: set flow.train.wgrad")
+        if self.shadow not in (None, PrecisionAssignment()):
+            raise UserError(f"flow.shadow.linear={self.shadow.linear} is not supported; allowed: linear: bf16 alone")
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -105,7 +112,9 @@ def flow_from_dict(data: dict) -> Flow:
     """Build and check a Flow from plain containers; unknown keys are refused by name."""
     _known_keys("flow", data, Flow)
     sides = {}
-    for side in ("train", "rollout"):
+    for side in ("train", "rollout", "shadow"):
+        if side == "shadow" and data.get(side) is None:
+            continue
         assignment = data.get(side) or {}
         _known_keys(f"flow.{side}", assignment, PrecisionAssignment)
         try:
