@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(argv: list[str]) -> None:
     config_file = Path(argv[0])
-    _die_with_parent()
+    die_with_parent()
     sys.excepthook = _Report(config_file.parent / FAILURE)
     cfg = OmegaConf.load(config_file)
 
@@ -53,7 +53,7 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A jetrl.train that is killed takes its job along: Ray's own processes follow this one in the same way."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,102 @@
+"""The steps of one verification, in the command's own process, which imports neither vLLM nor VeRL's workers."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from jetrl.errors import UserError
+from jetrl.launch import model_files, preflight
+from jetrl.launch.args import parse
+from jetrl.launch.compose import compose_job
+from jetrl.verification import child, random_weights
+from jetrl.verification.workspace import FOLDER, Options, Workspace
+
+# Prompts of the task may be as long as the job allows; random ones are as long as asked.
+Say = Callable[[str], None]
+
+
+def prepare(words: list[str], options: Options) -> tuple[DictConfig, Workspace]:
+    """The composed job with room for the lengths asked for, and the folder of this verification. Raises UserError."""
+    if find_spec("vllm") is None:
+        raise UserError(
+            "vllm is not installed, and jetrl.verify samples with it; scripts/train.sh installs the whole stack"
+        )
+    line = parse(words)
+    if line.multirun or line.dry_run or line.show_config:
+        raise UserError("jetrl.verify takes --help, its own options, and group=name and key=value as jetrl.train")
+    cfg = compose_job(line)
+    preflight.check_verl_config(cfg)
+    space = Workspace(Path(cfg.run.dir) / FOLDER)
+    _make_room(cfg, options)
+    _check_model_files(cfg)
+    return cfg, space
+
+
+def _make_room(cfg: DictConfig, options: Options) -> None:
+    """max_model_len for the longest sequence; the trainer's micro-batches too."""
+    rollout = cfg.actor_rollout_ref.rollout
+    prompt = max(options.prompt_lengths, default=cfg.data.max_prompt_length)
+    longest = prompt + max(options.lengths)
+    most = model_files.read_config(str(cfg.actor_rollout_ref.model.path)).get("max_position_embeddings")
+    if isinstance(most, int) and longest > most:
+        raise UserError(
+            f"--lengths up to {max(options.lengths)} after prompts of up to {prompt} tokens need {longest} positions, and the "
+            f"model has {most}; give shorter --lengths, or --prompt-lengths"
+        )
+    with open_dict(cfg):
+        rollout.max_model_len = max(longest, rollout.max_model_len)
+        rollout.seed = options.seed
+        if cfg.actor_rollout_ref.actor.use_dynamic_bsz:
+            tokens = rollout.log_prob_max_token_len_per_gpu
+            rollout.log_prob_max_token_len_per_gpu = max(longest, tokens or 0)
+    if options.kv_cache_tokens and options.kv_cache_tokens < longest:
+        raise UserError(
+            f"--kv-cache-tokens={options.kv_cache_tokens} cannot hold one sequence of {longest} tokens; give at least {longest}"
+        )
+
+
+def _check_model_files(cfg: DictConfig) -> None:
+    """A model folder without a tokenizer is fine here: prompts are token ids."""
+    model = cfg.actor_rollout_ref.model
+    folder = Path(str(model.path))
+    if folder.is_dir() and not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
+        with open_dict(cfg):
+            model.load_tokenizer = False
+
+
+def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say) -> dict:
+    """Run both engines and compare. say: gets a line for every step. Returns the result as plain containers."""
+    model = cfg.actor_rollout_ref.model
+    lengths = ", ".join(map(str, options.lengths))
+    say(f"precision={cfg.choices.precision}, {model.path}: {options.sequences} sequences of {lengths} tokens")
+    env = {k: str(v) for k, v in (OmegaConf.select(cfg, "ray_kwargs.ray_init.runtime_env.env_vars") or {}).items()}
+    # The worker lives in the engine's process, where its operators can be observed.
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+    random = random_weights.needed(str(model.path))
+    if random:
+        folder = space.folder.parent / "random-weights"
+        space.folder.mkdir(parents=True, exist_ok=True)
+        child.start(
+            space,
+            "weights",
+            "jetrl.verification.random_weights",
+            [str(model.path), str(folder), str(options.seed)],
+            env,
+        )
+        say(f"the model folder has no weights: random ones (seed {options.seed}) in {folder}")
+        model.path = str(folder)
+    space.write(cfg, options)
+    seconds = child.start(space, "rollout", "jetrl.verification.rollout", [str(space.folder), "generate"], env)
+    say(f"rollout sampled, {seconds:.0f} s")
+    if options.layer_sequences and not space.layers.is_file():
+        seconds = child.start(space, "layers", "jetrl.verification.rollout", [str(space.folder), "layers"], env)
+        say(f"rollout observed in eager mode, {seconds:.0f} s")
+    seconds = child.start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)
+    say(f"trainer recomputed, {seconds:.0f} s")
+    result = json.loads(space.result.read_text())
+    return {"model": str(model.path), "random_weights": random, **result}
