@@ -1,0 +1,103 @@
+"""Model shapes and vLLM engines that the rollout and refit benchmarks compare. Random weights, no files but a config.json."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
+    "head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False, "eos_token_id": 151645,
+}  # fmt: skip
+SHAPES = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                   "tie_word_embeddings": True},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+}  # fmt: skip
+_BLOCK_FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
+ENGINES = {
+    "bf16": {},
+    # A checkpoint in 128x128 blocks, which is also what VeRL's rollout.quantization=fp8 makes vLLM believe it has.
+    "vllm_fp8": {"hf_overrides": {"quantization_config": _BLOCK_FP8}},
+    "jetrl": {"quantization": "jetrl"},
+    "jetrl_fp8_rollout": {"quantization": "jetrl", "additional_config": {"jetrl_flow": "fp8_rollout"}},
+}
+# For the two engines that do not know of them. The first is a matter of numerics, the others of what is installed.
+_ENVIRONMENT = {
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+}
+
+
+def config_of(shape: str, layers: int | None = None) -> dict:
+    config = _QWEN3 | SHAPES[shape]
+    return config | ({"num_hidden_layers": layers} if layers else {})
+
+
+def write_config(folder: Path, shape: str, layers: int | None = None) -> Path:
+    """A folder that vLLM takes for a checkpoint without weights (load_format=dummy)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(shape, layers)))
+    return folder
+
+
+def linear_weights(config: dict) -> int:
+    """Elements of all weight matrices inside the decoder layers."""
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    return config["num_hidden_layers"] * (hidden * (heads + 2 * kv) + heads * hidden + 3 * hidden * inner)
+
+
+def step_bytes(config: dict, engine: str, sequences: int, context: int) -> int:
+    """What one decode step must at least read: every weight once, and K and V of every token."""
+    weight = linear_weights(config) * (2 if engine == "bf16" else 1) + 2 * config["vocab_size"] * config["hidden_size"]
+    kv = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return weight + kv * sequences * context
+
+
+def build(engine: str, model: Path, **arguments) -> "LLM":
+    """An LLM of kind `engine` on dummy weights. FP8 weights of vLLM's own engine are filled with noise afterwards."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if not engine.startswith("jetrl"):
+        os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
+    from vllm import LLM
+
+    llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **{**ENGINES[engine], **arguments})
+    if engine == "vllm_fp8":
+        llm.apply_model(_fill_fp8)
+    return llm
+
+
+def _fill_fp8(model: torch.nn.Module) -> None:
+    """vLLM's dummy FP8 codes are all but zero, which draws less power than real ones: draw them as ours are drawn."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float8_e4m3fn:
+            noise = torch.rand(parameter.shape, device=parameter.device, dtype=torch.bfloat16) * 896 - 448
+            parameter.data.copy_(noise.to(torch.float8_e4m3fn))
+        elif "weight_scale" in name:
+            parameter.data.fill_(1e-3 / 448)
+
+
+def worker_memory(llm: "LLM") -> list[dict]:
+    """Per worker: bytes of the model's parameters, and the peak that torch's allocator has held so far."""
+    return llm.collective_rpc(_memory)
+
+
+def _memory(worker) -> dict:
+    parameters = worker.get_model().parameters()
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in parameters),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+    }
