@@ -17,6 +17,7 @@ arithmetic task. group=name and +group=name mean the same; key=value overrides a
   run.dir=<folder>      default runs/<run.name>; in a sweep, the folder of all its jobs
   resume=auto           or disable, or the path of a global_step_N folder
   masters=bf16          (stochastic rounding) or fp32: the weights that the optimizer owns
+  wire=fp8              or bf16: what a weight sync sends to the rollout
   flow.train.<key>=..   a key of the chosen precision flow
   algorithm.rollout_correction.rollout_is=token
                         token-level truncated importance sampling of the rollout mismatch

@@ -25,7 +25,7 @@ def handshake(model, flow_name: str) -> RolloutHandshake:
 def reports(model, flow_name: str, processes=("a", "b")) -> list[WorkerReport]:
     graph = declare_from_config(model.config, load_flow(flow_name).rollout)
     return [
-        WorkerReport("vllm_server_0_0", rank, process, graph.digest(), graph.to_dict(), versions())
+        WorkerReport("vllm_server_0_0", rank, process, graph.digest(), graph.to_dict(), versions(), ("bf16", "fp8"))
         for rank, process in enumerate(processes)
     ]
 
@@ -74,3 +74,16 @@ def test_another_version_in_a_worker_ends_the_job(model, name):
     second = replace(second, versions={**versions(), name: "0.0.1"})
     with pytest.raises(JobError, match=f"rank 1 runs {name} 0.0.1 but the trainer runs"):
         handshake(model, "unified_fp8")._compare([first, second])
+
+
+def test_weights_travel_as_fp8_where_both_sides_quantize_them_alike_and_every_worker_takes_it(model):
+    shake = handshake(model, "unified_fp8_pow2")
+    shake._compare(reports(model, "unified_fp8_pow2"))
+    assert len(shake.fp8_weights) == 14 and set(shake.fp8_weights.values()) == {"pow2"}
+    assert "lm_head" not in shake.fp8_weights
+    first, second = reports(model, "unified_fp8_pow2", processes=("c", "d"))
+    shake._compare([first, replace(second, wires=("bf16",))])
+    assert shake.fp8_weights == {}
+    other = handshake(model, "fp8_rollout")  # a BF16 trainer
+    other._compare(reports(model, "fp8_rollout"))
+    assert other.fp8_weights == {}

@@ -11,7 +11,7 @@ from jetrl.precision.flow import PrecisionAssignment
 GROUPS = ("model", "data", "algorithm", "precision", "hardware", "experiment")
 
 # jetrl's own plain keys, which may also be given with a `+`, as the groups may.
-OWN_KEYS = ("run.name", "run.dir", "resume", "masters")
+OWN_KEYS = ("run.name", "run.dir", "resume", "masters", "wire")
 # Keys that jetrl writes over whatever was given -> what to give instead.
 _ENV = "ray_kwargs.ray_init.runtime_env.env_vars"
 OWNED = {
@@ -19,6 +19,7 @@ OWNED = {
     "trainer.resume_mode": "resume=auto, disable or the path of a global_step_N folder",
     "trainer.resume_from_path": "resume=<path of a global_step_N folder>",
     "actor_rollout_ref.model.override_config.jetrl_flow": "precision=<name>",
+    "actor_rollout_ref.model.override_config.jetrl_wire": "wire=fp8 or bf16",
     "actor_rollout_ref.actor.fsdp_config.model_dtype": "masters=bf16 or fp32",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.jetrl_flow": "precision=<name>",
     f"{_ENV}.VERL_FILE_LOGGER_PATH": "run.dir=<folder>",

@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from jetrl.calibration import apply_calibration
 from jetrl.data.models import resolve_model_path
 from jetrl.errors import UserError
 from jetrl.launch import wiring
@@ -88,7 +89,9 @@ def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool, cho
     if resolve_model:
         cfg.actor_rollout_ref.model.path = resolve_model_path(cfg.actor_rollout_ref.model.path)
     wiring.apply_flow(cfg, flow_from_dict(OmegaConf.to_container(cfg.flow, resolve=True)))
+    apply_calibration(cfg)
     wiring.apply_masters(cfg)
+    wiring.apply_wire(cfg)
     wiring.apply_lengths(cfg)
     wiring.apply_layout(cfg, run)
     wiring.apply_resume(cfg, resume_choice(cfg))

@@ -28,6 +28,7 @@ from jetrl.launch.config import run_config, steps_per_epoch
 from jetrl.precision.flow import DEFAULT_FLOW, Flow, flow_from_dict, load_flow
 from jetrl.precision.tensor_parallel import first_cut_block, sharded_linears, working_sizes
 from jetrl.precision.violation import violation_sentence
+from jetrl.settings import engine_settings
 from jetrl.versions import check_versions
 
 ENTRY_POINT = ("vllm.general_plugins", "jetrl", "jetrl.integrations.vllm:register")
@@ -56,6 +57,7 @@ def check(cfg: DictConfig) -> None:
 def check_verl_config(cfg: DictConfig) -> None:
     """Refuse what jetrl cannot do, from VeRL's keys alone."""
     flow = load_flow(OmegaConf.select(cfg, "actor_rollout_ref.model.override_config.jetrl_flow"))
+    engine_settings(cfg.actor_rollout_ref.model.override_config)
     _check_engines(cfg)
     _check_unsupported(cfg)
     _check_quantization(cfg, flow)
@@ -356,6 +358,7 @@ def _check_same_run(cfg: DictConfig) -> None:
     for what, key in (
         ("model", "actor_rollout_ref.model.path"),
         ("flow", "actor_rollout_ref.model.override_config.jetrl_flow"),
+        ("masters", "actor_rollout_ref.actor.fsdp_config.model_dtype"),
     ):
         old, new = OmegaConf.select(before, key), OmegaConf.select(cfg, key)
         if old != new:

@@ -5,6 +5,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from jetrl.errors import UserError
 from jetrl.launch.config import RunConfig
 from jetrl.precision.flow import Flow
+from jetrl.settings import engine_settings
 
 PLUGIN_MODULE = "jetrl.integrations.verl"
 QUANTIZATION = "jetrl"
@@ -51,6 +52,13 @@ def apply_masters(cfg: DictConfig) -> None:
         ref.fsdp_config.model_dtype = "bf16"
         if (optim.optimizer_impl, optim.optimizer) == ("torch.optim", "AdamW"):
             optim.optimizer_impl, optim.optimizer = "jetrl.optimizer", "StochasticAdamW"
+
+
+def apply_wire(cfg: DictConfig) -> None:
+    """`wire`: what a weight sync sends. Raises UserError for another value than EngineSettings allows."""
+    with open_dict(cfg):
+        cfg.actor_rollout_ref.model.override_config.jetrl_wire = cfg.wire
+    engine_settings(cfg.actor_rollout_ref.model.override_config)
 
 
 def apply_lengths(cfg: DictConfig) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from verl.utils.device import get_device_name, get_vendor
+from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -17,10 +17,13 @@ from jetrl.integrations.verl import masters
 from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
 from jetrl.integrations.verl.handshake import RolloutHandshake
 from jetrl.integrations.verl.rotary import restore_frequencies
+from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
 from jetrl.precision.formats import TensorFormat, format_of_dtype
 from jetrl.precision.graph import PrecisionGraph
+from jetrl.settings import engine_settings
+from jetrl.weight_cache import weights_changed
 
 
 class JetFSDPEngine(FSDPEngineWithLMHead):
@@ -35,6 +38,7 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
 
     def initialize(self):
         super().initialize()
+        weights_changed()
         if self.optimizer is None:
             return
         if self.rank == 0:
@@ -44,13 +48,14 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
 
     def _build_module(self):
         self.flow = load_flow(getattr(self.model_config.hf_config, "jetrl_flow", None))
+        self._settings = engine_settings(self.model_config.override_config)
         self._refuse_unsupported()
         module = super()._build_module()
         restore_frequencies(module)
         if self.flow.train.linear != "bf16":
             _refuse_packed_experts(module)
         self.precision_graph = build_training_graph(module, self.flow.train, carrier=self._carrier())
-        report = convert(module, self.precision_graph)
+        report = convert(module, self.precision_graph, weight_cache=self._settings.weight_cache)
         if self.rank == 0:
             role = "reference" if self.engine_config.forward_only else "actor"
             announce(f"flow {self.flow.name}, {role}: {report}")
@@ -81,6 +86,8 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
         """VeRL calls this once per weight sync, before any weight moves: the place to ask what the rollout runs."""
         self._handshake.check()
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if self._settings.wire == "fp8":
+            weights = quantized_on_the_way(weights, self._handshake.fp8_weights, get_device_id())
         return self._measure(weights), peft_config
 
     def _measure(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,6 +102,20 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
         if self.accumulation is None:
             return super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch)
         return self.accumulation.micro_batch(is_last_micro_batch)
+
+    def optimizer_step(self):
+        grad_norm = super().optimizer_step()
+        weights_changed()
+        return grad_norm
+
+    def load_checkpoint(self, *args, **kwargs):
+        super().load_checkpoint(*args, **kwargs)
+        weights_changed()
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
+        super().to(device, model, optimizer, grad)
+        if model:
+            weights_changed()  # FP8 copies would hold GPU memory that offloading is to free
 
     def lr_scheduler_step(self):
         # torchao's optimizers hold the learning rate as a tensor, which VeRL's JSON and TensorBoard loggers cannot write.

@@ -18,6 +18,7 @@ from ray.util import list_named_actors
 
 from jetrl.errors import JobError
 from jetrl.integrations.protocol import REPORT_METHOD, announce, versions
+from jetrl.integrations.verl.wire import FP8_WIRE, equal_weight_formats
 from jetrl.precision.flow import Flow
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.subgraph import check
@@ -38,6 +39,7 @@ class WorkerReport:
     digest: str
     graph: dict | None
     versions: dict[str, str]
+    wires: tuple[str, ...]  # forms in which this worker takes weights
 
 
 class RolloutHandshake:
@@ -48,21 +50,24 @@ class RolloutHandshake:
         self.train_graph = train_graph
         self._agreed: set[tuple[str, str]] = set()  # (process, digest) of every worker that passed
         self._graphs: dict[str, dict] = {}  # by digest
+        # Layers whose weights may travel as FP8 -> their scale format: known on every rank once check() has returned.
+        self.fp8_weights: dict[str, str] = {}
 
     def check(self) -> None:
         """Collective over all trainer ranks. Raises JobError where a worker differs or does not answer."""
-        verdict: list[str | None] = ["rank 0 failed while it compared precision graphs; the log has its error"]
+        verdict: list = ["rank 0 failed while it compared precision graphs; the log has its error", {}]
         try:
             if torch.distributed.get_rank() == 0:
                 self._compare(ask_rollout(list(self._graphs)))
-                verdict = [None]
+                verdict = [None, self.fp8_weights]
         except JobError as e:
-            verdict = [str(e)]
+            verdict[0] = str(e)
         finally:
             # Also where rank 0 fails in a way not foreseen: the others would wait for it until NCCL's time-out.
             torch.distributed.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None:
             raise JobError(verdict[0])
+        self.fp8_weights = verdict[1]
 
     def _compare(self, reports: list[WorkerReport]) -> None:
         self._graphs.update({r.digest: r.graph for r in reports if r.graph is not None})
@@ -74,7 +79,8 @@ class RolloutHandshake:
         if len(digests) > 1:
             shown = ", ".join(f"{r.server} rank {r.rank}: {r.digest[:12]}" for r in reports)
             raise JobError(f"the rollout workers run different precision graphs ({shown})")
-        violations = check(PrecisionGraph.from_dict(self._graphs[fresh[0].digest]), self.train_graph)
+        rollout_graph = PrecisionGraph.from_dict(self._graphs[fresh[0].digest])
+        violations = check(rollout_graph, self.train_graph)
         if violations and self.flow.unified:
             raise JobError(violation_sentence(self.flow.name, violations))
         if violations:
@@ -88,6 +94,8 @@ class RolloutHandshake:
                 f"trainer's ({len(reports)} rollout workers)"
             )
         self._agreed = {(r.process, r.digest) for r in reports}
+        takes_fp8 = all(FP8_WIRE in r.wires for r in reports)
+        self.fp8_weights = equal_weight_formats(rollout_graph, self.train_graph) if takes_fp8 else {}
 
     @staticmethod
     def _compare_versions(reports: list[WorkerReport]) -> None:

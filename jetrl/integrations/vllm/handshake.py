@@ -43,6 +43,8 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
         "digest": digest,
         "graph": None if digest in known_digests else graph.to_dict(),
         "versions": versions(),
+        # What WeightReceiver takes (refit.py).
+        "wires": ("bf16", "fp8"),
     }
 
 

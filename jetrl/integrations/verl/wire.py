@@ -1,0 +1,39 @@
+"""The FP8 wire of a weight sync: the bytes that the rollout would make of the weights, made here, at half of BF16's size.
+
+A weight that both sides quantize alike goes out as `<name>.weight` in E4M3, padded to 128 in both dimensions, directly
+followed by `<name>.weight_scale`; everything else as VeRL sends it. The quantizer is the rollout's own, and what it reads
+is bf16(master) on either side of the wire, so the rollout's storage ends up with the same bytes.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from jetrl.linear import quantize_weight
+from jetrl.precision.graph import PrecisionGraph
+
+FP8_WIRE = "fp8"
+
+
+def equal_weight_formats(rollout: PrecisionGraph, trainer: PrecisionGraph) -> dict[str, str]:
+    """Canonical name -> scale format of every linear layer whose weight both graphs quantize in the same way."""
+    found = {}
+    for name in rollout.linear_names():
+        ours, theirs = trainer.linear_format(name), rollout.linear_format(name)
+        if ours and theirs and theirs.is_fp8 and ours.weight == theirs.weight:
+            found[name] = theirs.weight.scale_format
+    return found
+
+
+def quantized_on_the_way(
+    weights: Iterator[tuple[str, torch.Tensor]], scale_formats: Mapping[str, str], device: torch.device | str | int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """weights: (name, whole tensor) as VeRL gathers them, one at a time; quantized on `device`."""
+    for name, tensor in weights:
+        scale_format = scale_formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if scale_format is None:
+            yield name, tensor
+            continue
+        quantized = quantize_weight(tensor.to(device, non_blocking=True), scale_format)
+        yield name, quantized.codes
+        yield f"{name}_scale", quantized.scale
