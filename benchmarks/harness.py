@@ -91,7 +91,8 @@ def environment() -> dict[str, str]:
             names[module] = getattr(__import__(module), "__version__", "unknown")
         except ImportError:
             names[module] = "absent"
-    return names | {"gpu": torch.cuda.get_device_name(), "commit": commit()}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return names | {"gpu": gpu, "commit": commit()}
 
 
 def print_table(rows: Sequence[dict]) -> None:

@@ -26,12 +26,16 @@ from jetrl_kernels.ops import _check_out_dtype, _define, check_gemm_operands
 def check_grouped_m(a, a_scale, b, b_scale, group_of_row) -> None:
     """Refuse operands of gemm_nt_grouped_m that do not fit each other. Raises ValueError."""
     if b.dim() != 3 or a.dim() != 2:
-        raise ValueError(f"gemm_nt_grouped_m takes a (M, K) and b (groups, N, K), got {tuple(a.shape)}, {tuple(b.shape)}")
+        raise ValueError(
+            f"gemm_nt_grouped_m takes a (M, K) and b (groups, N, K), got {tuple(a.shape)}, {tuple(b.shape)}"
+        )
     (m, k), (groups, n, kb) = a.shape, b.shape
     if a.dtype != E4M3 or b.dtype != E4M3:
         raise ValueError(f"gemm_nt_grouped_m takes {E4M3} operands, got {a.dtype} and {b.dtype}")
     if k != kb or k % TILE:
-        raise ValueError(f"gemm_nt_grouped_m contracts over equal lengths that are multiples of {TILE}, got {k} and {kb}")
+        raise ValueError(
+            f"gemm_nt_grouped_m contracts over equal lengths that are multiples of {TILE}, got {k} and {kb}"
+        )
     if m % TILE:
         raise ValueError(f"gemm_nt_grouped_m takes groups padded to {TILE} rows each, got {m} rows in all")
     if a_scale.shape != (m, k // TILE):

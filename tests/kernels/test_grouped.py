@@ -37,7 +37,9 @@ def test_grouped_k_adds_the_weight_gradient_of_each_group_and_leaves_the_empty_o
     assert torch.equal(out, expected) and torch.equal(out[1], before[1]) and not torch.equal(out[2], before[2])
 
 
-@pytest.mark.parametrize("make,op,extra", ((_grouped_m, "gemm_nt_grouped_m", ("float32",)), (_grouped_k, "gemm_nt_grouped_k", ())))
+@pytest.mark.parametrize(
+    "make,op,extra", ((_grouped_m, "gemm_nt_grouped_m", ("float32",)), (_grouped_k, "gemm_nt_grouped_k", ()))
+)
 def test_declaration_agrees_with_what_runs(make, op, extra):
     torch.library.opcheck(getattr(JETRL, op).default, (*make(), *extra), test_utils=("test_faketensor",))
 
