@@ -13,6 +13,7 @@ from jetrl.precision.flow import PrecisionAssignment
 from jetrl.precision.formats import BF16, LinearFormat, TensorFormat, format_of_dtype, fp8_block, fp8_tile
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.hf_parts import HuggingFaceParts
+from jetrl.precision.kernels import with_kernels
 from jetrl.precision.layout import Decoder, Linear
 from jetrl.precision.patterns import kept_unquantized
 from jetrl.precision.wiring import ForwardWiring
@@ -36,7 +37,8 @@ def build_training_graph(
     """
     decoder = _decoder(model, assignment, carrier, master, "train")
     formats = {linear.name: linear.format for linear in _linears(decoder)}
-    return BackwardWiring(ForwardWiring(decoder).graph(), formats, carrier, decoder.master).graph()
+    forward = _forward(decoder, assignment)
+    return BackwardWiring(forward, formats, carrier, decoder.master).graph()
 
 
 def build_inference_graph(
@@ -47,7 +49,12 @@ def build_inference_graph(
     kv: TensorFormat | None = None,
 ) -> PrecisionGraph:
     """The forward graph that a rollout of `model` under `assignment` declares. kv: of the KV cache, default carrier."""
-    return ForwardWiring(_decoder(model, assignment, carrier, None, "rollout", kv)).graph()
+    return _forward(_decoder(model, assignment, carrier, None, "rollout", kv), assignment)
+
+
+def _forward(decoder: Decoder, assignment: PrecisionAssignment | None) -> PrecisionGraph:
+    graph = ForwardWiring(decoder).graph()
+    return with_kernels(graph) if assignment is not None and assignment.exact else graph
 
 
 def declare_from_config(
@@ -102,7 +109,8 @@ def _decoder(
             s = VLLM_FP8_SCALE_FORMAT
             fmt = LinearFormat(fp8_tile(s), fp8_block(s), carrier, carrier, carrier)
             return Linear(name, shape, fmt, bias, quantizer="vllm", source=carrier)
-        return Linear(name, shape, LinearFormat.fp8_blockwise(assignment.scale_format), bias, source=BF16)
+        fmt = LinearFormat.fp8_blockwise(assignment.scale_format, assignment.wgrad, carrier)
+        return Linear(name, shape, fmt, bias, source=BF16)
 
     if master is None:
         master = format_of_dtype(next(model.parameters()).dtype)

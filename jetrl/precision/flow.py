@@ -26,6 +26,8 @@ class PrecisionAssignment:
     exclude: anchored globs over canonical (Hugging Face) module names that stay BF16.
     bf16_first_layers, bf16_last_layers: decoder layers kept BF16 at either end.
     wgrad: how weight gradients get their operands (formats.WGRAD_KINDS); training only.
+    exact: every operator of the forward is a kernel that both engines call and whose bits for one token do not depend on
+    the batch (jetrl.precision.kernels), so that a token's log-probability has the same bits in both.
     """
 
     linear: str = "bf16"
@@ -35,6 +37,7 @@ class PrecisionAssignment:
     bf16_last_layers: int = 0
     kv_cache: str = "bf16"
     wgrad: str = "requantize"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.exclude, list | tuple) or not all(isinstance(p, str) and p for p in self.exclude):
@@ -44,10 +47,24 @@ class PrecisionAssignment:
         _one_of("scale_format", self.scale_format, SCALE_FORMATS)
         _one_of("kv_cache", self.kv_cache, ("bf16",))
         _one_of("wgrad", self.wgrad, WGRAD_KINDS)
+        _one_of("exact", self.exact, (True, False))
         for key in ("bf16_first_layers", "bf16_last_layers"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise UserError(f"{key}={value} must be a whole number >= 0")
+        if self.exact:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """A BF16 linear goes to cuBLAS, merged in the rollout and apart in the trainer: nothing says that its bits agree."""
+        wanted = {"linear": "fp8", "exclude": (), "bf16_first_layers": 0, "bf16_last_layers": 0}
+        for key, value in wanted.items():
+            if getattr(self, key) != value:
+                shown = [] if value == () else value
+                raise UserError(
+                    f"exact=True needs {key}={shown}, not {getattr(self, key)}: a linear layer in BF16 has no kernel that "
+                    f"both engines share; use precision=unified_fp8 to keep it in BF16"
+                )
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,9 @@ class Flow:
         if self.train.linear == "vllm_fp8":
             raise UserError("flow.train.linear=vllm_fp8 is only defined for the rollout; allowed: bf16, fp8")
         if self.rollout.wgrad != PrecisionAssignment.wgrad:
-            raise UserError(f"flow.rollout.wgrad={self.rollout.wgrad} is only defined for training: set flow.train.wgrad")
+            raise UserError(
+                f"flow.rollout.wgrad={self.rollout.wgrad} is only defined for training: set flow.train.wgrad"
+            )
         if self.shadow not in (None, PrecisionAssignment()):
             raise UserError(f"flow.shadow.linear={self.shadow.linear} is not supported; allowed: linear: bf16 alone")
 

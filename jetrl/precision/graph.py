@@ -21,7 +21,8 @@ class Operator:
     """One operator. `shape`: (out, in) of a linear or table, (size,) of a norm, (query heads, KV heads, head size) of attention.
 
     `definition` says whose arithmetic a quantizer follows ("jetrl", "vllm", ...): two quantizers with the same output
-    format but another definition give other bytes. It is empty for every other kind.
+    format but another definition give other bytes. In a flow that demands equal bits it names every other operator's
+    kernel too (kernels.py); elsewhere it is empty for them.
     """
 
     name: str
@@ -105,12 +106,22 @@ class PrecisionGraph:
             dy = self.edge_by_key[f"{name}.dgrad", "dy"].format
             wgrad_x = self.edge_by_key[f"{name}.wgrad", "x"].format
             wgrad_dy = self.edge_by_key[f"{name}.wgrad", "dy"].format
-            return LinearFormat(x, weight, dy, wgrad_x, wgrad_dy)
+            return LinearFormat(x, weight, dy, wgrad_x, wgrad_dy, self._wgrad_kind(name, x, wgrad_x))
         if weight.granularity == "block_128x128":
             recipe = LinearFormat.fp8_blockwise(weight.scale_format)
             return LinearFormat(x, weight, recipe.dy, recipe.wgrad_x, recipe.wgrad_dy)
         plain = x if x.granularity == "none" else TensorFormat("bf16")
         return LinearFormat(x, weight, plain, plain, plain)
+
+    def _wgrad_kind(self, name: str, x: TensorFormat, wgrad_x: TensorFormat) -> str:
+        """One of formats.WGRAD_KINDS, from what wgrad reads and from when it was made."""
+        if x.granularity == "none":
+            return "requantize"  # nothing is quantized: the kinds do not differ
+        if wgrad_x.granularity == "none":
+            return "bf16"
+        if wgrad_x.granularity == "block_128x128":
+            return "blocks"
+        return "copy" if self.edge_by_key[f"{name}.wgrad", "x"].phase == "saved" else "requantize"
 
     def fp8_linear_names(self) -> list[str]:
         """Canonical names of the linears whose forward runs in FP8, in model order."""

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from jetrl.precision.graph import Edge, PrecisionGraph, model_order
+from jetrl.precision.kernels import EXACT
 from jetrl.precision.layout_rules import layout_violations
 from jetrl.precision.patterns import layer_index
 from jetrl.precision.violation import Violation
@@ -39,9 +40,9 @@ class _Side:
     def __str__(self) -> str:
         if self.edge is None:
             return "absent"
-        producer = self.graph.operator_by_name.get(self.edge.producer)
-        if producer is not None and producer.definition:
-            return f"{self.edge.format} by {producer.definition}'s quantizer"
+        definition = _definition(self.graph, self.edge)
+        if definition:
+            return f"{self.edge.format} by {definition}'s quantizer"
         return str(self.edge.format)
 
 
@@ -88,20 +89,27 @@ def _missing_operands(infer: PrecisionGraph, train: PrecisionGraph) -> list[Viol
 
 
 def _differing_operators(infer: PrecisionGraph, train: PrecisionGraph) -> list[Violation]:
-    """Operators of one name that are of another kind or size on the two sides."""
+    """Operators of one name that are of another kind or size on the two sides, or run another kernel in an exact flow."""
     found = []
     for operator in infer.operators:
         twin = train.operator_by_name.get(operator.name)
-        if twin is not None and (operator.kind, operator.shape) != (twin.kind, twin.shape):
+        if twin is None:
+            continue
+        if (operator.kind, operator.shape) != (twin.kind, twin.shape):
             sides = [f"{o.kind} of shape {list(o.shape)}" for o in (operator, twin)]
             advice = "load the same checkpoint and architecture in both engines"
             found.append(Violation(operator.name, "shape", *sides, "actor_rollout_ref.model.path", advice))
+        elif operator.kind in EXACT and operator.definition != twin.definition:
+            sides = [o.definition or "whatever kernel the engine picks" for o in (operator, twin)]
+            advice = "let both engines run the exact flow, or use precision=unified_fp8, which allows kernels to differ"
+            found.append(Violation(operator.name, "kernel", *sides, "precision", advice))
     return found
 
 
 def _definition(graph: PrecisionGraph, edge: Edge) -> str:
+    """Of a quantizer. Another operator's kernel is compared once, at that operator, and not at every reader of its output."""
     producer = graph.operator_by_name.get(edge.producer)
-    return producer.definition if producer is not None else ""
+    return producer.definition if producer is not None and producer.kind == "quantizer" else ""
 
 
 def _fix(edge: Edge, infer: PrecisionGraph, train: PrecisionGraph, twin: Edge | None) -> tuple[str, str]:
