@@ -75,6 +75,10 @@ def read_job(cfg: DictConfig) -> Job:
     flow = train_flow or rollout_flow
     if flow is not None:
         name, unified = flow.name, flow.unified
+        if flow.shadow is not None:
+            notes.append(
+                f"the trainer also runs a shadow pass, forward only, linears {flow.shadow.linear} (calibrated_clip)"
+            )
         if train_flow is None or (rollout_flow is None and flow.rollout.linear == "fp8"):
             missing = f"external_lib={PLUGIN}" if train_flow is None else "engine_kwargs.vllm.quantization=jetrl"
             notes.append(f"only one of jetrl's two overrides is set; {missing} is missing")

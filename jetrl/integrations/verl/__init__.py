@@ -11,9 +11,10 @@ import sys
 def install() -> None:
     """Idempotent."""
     if "verl.workers.engine_workers" in sys.modules:
-        from jetrl.integrations.verl import engine
+        from jetrl.integrations.verl import calibrated_clip, engine
 
         engine.register()
+        calibrated_clip.register()
     if "verl.trainer.ppo.v1.trainer_base" in sys.modules:
         from jetrl.integrations.verl import trainer_metrics
 

@@ -17,6 +17,7 @@ from jetrl.integrations.verl import masters
 from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
 from jetrl.integrations.verl.handshake import RolloutHandshake
 from jetrl.integrations.verl.rotary import restore_frequencies
+from jetrl.integrations.verl.shadow_pass import ShadowPass
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
@@ -26,7 +27,7 @@ from jetrl.settings import engine_settings
 from jetrl.weight_cache import weights_changed
 
 
-class JetFSDPEngine(FSDPEngineWithLMHead):
+class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
     """FSDP1 and FSDP2. The flow comes from `model.override_config.jetrl_flow`; without it, the default flow.
 
     The critic is built by another engine class (VeRL's value model) and stays as it is.
@@ -55,6 +56,7 @@ class JetFSDPEngine(FSDPEngineWithLMHead):
         if self.flow.train.linear != "bf16":
             _refuse_packed_experts(module)
         self.precision_graph = build_training_graph(module, self.flow.train, carrier=self._carrier())
+        self.list_shadow(module)
         report = convert(module, self.precision_graph, weight_cache=self._settings.weight_cache)
         if self.rank == 0:
             role = "reference" if self.engine_config.forward_only else "actor"

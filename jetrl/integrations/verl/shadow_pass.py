@@ -5,6 +5,8 @@ after a step's updates. It hooks where VeRL's actor has the weights at hand anyw
     lr_scheduler_step    once after the step's last update: log pi_theta of both, fit the bounds
 """
 
+from dataclasses import asdict
+
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -13,6 +15,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from jetrl.calibration import WIRE_KEY, CalibratedClip
 from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl.calibrated_clip import CALIBRATION, HIGH_GRID, LOW_GRID, fit, tail_counts
+from jetrl.precision.build_hf import build_training_graph
 from jetrl.shadow import stock_forward
 
 
@@ -27,6 +30,23 @@ class ShadowPass:
     def calibration(self) -> CalibratedClip | None:
         wire = getattr(self.model_config.hf_config, WIRE_KEY, None)
         return None if wire is None or self.engine_config.forward_only else CalibratedClip.from_wire(wire)
+
+    def list_shadow(self, module: torch.nn.Module) -> None:
+        """Enter the shadow pass into the graph's facts, with the digest of what it computes. Before conversion."""
+        settings, shadow = self.calibration, self.flow.shadow
+        if settings is None or shadow is None:
+            return
+        graph = build_training_graph(module, shadow, carrier=self._carrier()).forward()
+        self.precision_graph.meta["shadow"] = {
+            "assignment": asdict(shadow),
+            "digest": graph.digest(),
+            **asdict(settings),
+        }
+        if self.rank == 0:
+            announce(
+                f"flow {self.flow.name}: a shadow pass in {shadow.linear} (graph {graph.digest()[:12]}) over "
+                f"{settings.sequences} sequences every {settings.every} steps"
+            )
 
     def infer_batch(self, data: TensorDict, loss_function=None):
         settings = self.calibration
