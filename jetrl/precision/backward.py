@@ -67,14 +67,22 @@ class BackwardWiring:
         # The forward's own operands, as they were consumed there: that copy is what is kept.
         weight, x = self.forward.edge_by_key[name, "weight"], self.forward.edge_by_key[name, "x"]
         self._add(weight.producer, dgrad, "weight", weight.format, "backward")
+        quantizer = f"{name}.wgrad_x_quantizer"
+        source = self._source_of_x(name)
         if fmt.wgrad_x.granularity == "none":
-            self._add(x.producer, wgrad, "x", x.format, "saved")
+            # What fprop read, or, where that is quantized and wgrad is not, the tensor before its quantizer.
+            self._add(source, wgrad, "x", fmt.wgrad_x, "saved")
+        elif fmt.wgrad == "copy":
+            # Made in the forward from the original, beside fprop's operand.
+            self.operators.append(Operator(quantizer, "quantizer", (), "jetrl", "forward"))
+            self._add(source, quantizer, "x", self.carrier, "forward")
+            self._add(quantizer, wgrad, "x", fmt.wgrad_x, "saved")
         else:
-            quantizer = self._operator(f"{name}.wgrad_x_quantizer", "quantizer", definition="jetrl")
+            self._operator(quantizer, "quantizer", definition="jetrl")
             self._add(x.producer, quantizer, "x", x.format, "saved")
             self._add(quantizer, wgrad, "x", fmt.wgrad_x, "backward")
-        source = self._parameter_of(name, "weight")
-        self._add(wgrad, OPTIMIZER, f"{source}.grad from {name}", self.carrier, "update")
+        parameter = self._parameter_of(name, "weight")
+        self._add(wgrad, OPTIMIZER, f"{parameter}.grad from {name}", self.carrier, "update")
         if (name, "bias") in self.forward.edge_by_key:
             self._add(wgrad, OPTIMIZER, f"{name}.bias.grad from {name}", self.carrier, "update")
 
@@ -119,6 +127,13 @@ class BackwardWiring:
         for edge in self.forward.edges:
             readers.setdefault(edge.producer, []).append(edge)
         return readers
+
+    def _source_of_x(self, linear: str) -> str:
+        """Who makes x before any quantizer."""
+        producer = self.forward.edge_by_key[linear, "x"].producer
+        if self.forward.operator_by_name[producer].kind == "quantizer":
+            return self.forward.edge_by_key[producer, "x"].producer
+        return producer
 
     def _parameter_of(self, linear: str, tensor: str) -> str:
         producer = self.forward.edge_by_key[linear, tensor].producer

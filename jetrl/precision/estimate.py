@@ -88,10 +88,13 @@ def saved_bytes(train: PrecisionGraph) -> dict[str, int]:
     for edge in train.edges:
         if edge.phase != "saved":
             continue
+        producer = train.operator_by_name[edge.producer]
         # Operators with several outputs: rotary (q and k) and attention (its output, and lse).
-        several = edge.tensor if train.operator_by_name[edge.producer].kind == "rotary" else ""
+        several = edge.tensor if producer.kind == "rotary" else ""
         tensor = edge.tensor if edge.tensor == "saved lse" else several
-        key = (edge.producer, tensor, edge.format.dtype)
+        # q, k and v (and gate and up) have a quantizer each, of one tensor: it is quantized and kept once.
+        source = train.edge_by_key[producer.name, "x"].producer if producer.kind == "quantizer" else producer.name
+        key = (source, tensor, edge.format.dtype)
         if key in seen:
             continue
         seen.add(key)
