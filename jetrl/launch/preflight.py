@@ -218,11 +218,11 @@ def _names(value: object) -> list[str]:
 
 
 def _check_attention(model: DictConfig, where: str) -> None:
-    attention = model.override_config.get("attn_implementation", "flash_attention_2")
+    attention = model.override_config.get("attn_implementation")  # unset: the engine chooses one that runs
     if attention == "flash_attention_2" and find_spec("flash_attn") is None:
         raise UserError(
-            f"{where} would use attention flash_attention_2, and flash-attn is not installed; install it, or set "
-            "++actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+            f"{where} would use attention flash_attention_2, and flash-attn is not installed; install it, or remove "
+            "actor_rollout_ref.model.override_config.attn_implementation, so that jetrl chooses (or set it to sdpa)"
         )
 
 

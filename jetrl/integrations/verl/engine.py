@@ -10,6 +10,8 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from jetrl import attention
+from jetrl.attention import sequence_parallel
 from jetrl.convert import convert
 from jetrl.errors import UserError
 from jetrl.integrations.protocol import announce
@@ -18,6 +20,7 @@ from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
 from jetrl.integrations.verl.handshake import RolloutHandshake
 from jetrl.integrations.verl.rotary import restore_frequencies
 from jetrl.integrations.verl.shadow_pass import ShadowPass
+from jetrl.integrations.verl.ulysses import UlyssesExchange
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
@@ -51,6 +54,7 @@ class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
         self.flow = load_flow(getattr(self.model_config.hf_config, "jetrl_flow", None))
         self._settings = engine_settings(self.model_config.override_config)
         self._refuse_unsupported()
+        self._choose_attention()
         module = super()._build_module()
         restore_frequencies(module)
         if self.flow.train.linear != "bf16":
@@ -65,6 +69,18 @@ class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
         self._last_sync: dict[str, float] = {}
         return module
 
+    def _choose_attention(self) -> None:
+        """The job's own choice, or the fastest that runs here: VeRL's default needs flash-attn, which may be missing."""
+        attention.register()
+        sequence_parallel.use(UlyssesExchange())
+        if "attn_implementation" in self.model_config.override_config:
+            return
+        config = self.model_config.hf_config
+        choice = attention.choose(config, get_device_name(), self.use_remove_padding, self._carrier_dtype())
+        config._attn_implementation = choice.name
+        if self.rank == 0:
+            announce(str(choice))
+
     def _refuse_unsupported(self) -> None:
         if self.flow.train.linear == "bf16":
             return
@@ -73,15 +89,17 @@ class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
         if self._qat_enabled:
             raise UserError("QAT is not supported with an FP8 trainer; remove actor.fsdp_config.qat.enable")
 
-    def _carrier(self) -> TensorFormat:
-        """The dtype that FSDP's mixed precision gives everything around the linear layers (VeRL's default: bf16)."""
+    def _carrier_dtype(self) -> torch.dtype:
+        """What FSDP's mixed precision gives everything around the linear layers (VeRL's default: bf16)."""
         policy = self.engine_config.mixed_precision or {}
-        name = policy.get("param_dtype", "bf16")
+        return PrecisionType.to_dtype(policy.get("param_dtype", "bf16"))
+
+    def _carrier(self) -> TensorFormat:
         try:
-            return format_of_dtype(PrecisionType.to_dtype(name))
+            return format_of_dtype(self._carrier_dtype())
         except ValueError as e:
             raise UserError(
-                f"fsdp_config.mixed_precision.param_dtype={name} is not supported; allowed: bf16, fp32"
+                f"fsdp_config.mixed_precision.param_dtype={self._carrier_dtype()} is not supported; allowed: bf16, fp32"
             ) from e
 
     def get_per_tensor_param(self, *args, **kwargs):
