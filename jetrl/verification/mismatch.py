@@ -1,4 +1,4 @@
-"""Figures of the rollout's log-probs against the trainer's, over all sampled tokens and by output position."""
+"""Figures of the rollout's log-probs against the trainer's: over all sampled tokens, by output position and length."""
 
 import torch
 
@@ -11,10 +11,14 @@ BUCKET_STARTS = (0, 16, 64, 256, 1024, 2048, 4096, 8192)
 def mismatch(rollout: list[torch.Tensor], trainer: list[torch.Tensor]) -> dict:
     """Each a list of (output length,) float32 log-probs, one tensor a sequence.
 
-    Returns {"all": figures, "by_position": [{"from", "to", **figures}]}; a figures dict has tokens, differing_tokens
-    (their float32 bits differ), and those of jetrl.metrics without their prefix.
+    Returns {"all": figures, "by_position": [{"from", "to", **figures}], "by_length": [{"length", **figures}]}; a figures
+    dict has tokens, differing_tokens (their float32 bits differ), and those of jetrl.metrics without their prefix.
     """
-    result = {"all": _figures(torch.cat(rollout), torch.cat(trainer)), "by_position": []}
+    result = {"all": _figures(torch.cat(rollout), torch.cat(trainer)), "by_position": [], "by_length": []}
+    for length in sorted({len(t) for t in rollout}):
+        chosen = [(a, b) for a, b in zip(rollout, trainer, strict=True) if len(a) == length]
+        theirs, mine = (torch.cat(side) for side in zip(*chosen, strict=True))
+        result["by_length"].append({"length": length, **_figures(theirs, mine)})
     longest = max(len(t) for t in rollout)
     ends = [*BUCKET_STARTS[1:], longest]
     for start, end in zip(BUCKET_STARTS, ends, strict=True):

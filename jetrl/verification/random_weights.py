@@ -33,6 +33,8 @@ def main(source: str, folder: str, seed: str) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif parameter.dim() == 1:
+                parameter.normal_(mean=1.0, std=0.2)  # a norm's: with ones, a lost rounding would not be seen
         model.get_output_embeddings().weight.mul_(HEAD_SCALE)
     model.save_pretrained(target)
     (target / "stamp").write_text(stamp)

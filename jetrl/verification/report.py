@@ -4,8 +4,6 @@ from jetrl.verification.operators import first_difference, own_differences
 from jetrl.verification.points import kind_of, layer_of
 from jetrl.verification.workspace import Options
 
-EXACT = "exact"
-
 
 def failures(result: dict, options: Options) -> list[str]:
     """One sentence for every bound that is exceeded."""
@@ -23,7 +21,8 @@ def failures(result: dict, options: Options) -> list[str]:
 
 
 def is_exact(result: dict) -> bool:
-    return EXACT in result["flow"]["name"].split("_")
+    """True where the flow promises the same bits on both sides."""
+    return bool(result["flow"]["train"].get("exact") and result["flow"]["rollout"].get("exact"))
 
 
 def report_lines(result: dict) -> list[str]:
@@ -86,4 +85,4 @@ def _operator_lines(report: list[dict], result: dict) -> list[str]:
 def _sizes(d: dict) -> str:
     share = 100 * d["differing"] / d["values"]
     where = f"{d['prefill_rows']} prefill and {d['decode_rows']} decode tokens"
-    return f"{share:.2g} % of values, max {d['max_abs']:.2g}, max relative {d['max_relative']:.1e}, {where}"
+    return f"{share:.3g} % of values, max {d['max_abs']:.2g}, max relative {d['max_relative']:.1e}, {where}"

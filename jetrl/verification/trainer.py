@@ -141,8 +141,8 @@ def _operators(engine, cfg: DictConfig, observed: dict, options: Options) -> tup
     tokens = [row[: n + 1] for row, n in zip(observed["tokens"], lengths, strict=True)]
     layout = TokenLayout(tuple(map(len, tokens)), bool(engine.model_config.use_remove_padding))
 
-    def observe(feed: bool) -> TrainerObserver:
-        with TrainerObserver(engine.module, layout, points, feed) as observer:
+    def observe(feed: bool, mutation=None) -> TrainerObserver:
+        with TrainerObserver(engine.module, layout, points, feed, mutation) as observer:
             log_probs = infer(engine, cfg, tokens, together=True)
         index = points[LOG_SOFTMAX].index
         observer.see_result(LOG_SOFTMAX, torch.stack([log_probs[s][p] for s, p in index.tolist()])[:, None])
@@ -150,7 +150,7 @@ def _operators(engine, cfg: DictConfig, observed: dict, options: Options) -> tup
 
     plain, fed = observe(feed=False), observe(feed=True)
     report = operator_report(plain, fed, engine.module.config.num_hidden_layers)
-    found = mutations.run(engine.module, lambda: observe(feed=True), fed) if options.mutations else []
+    found = mutations.run(engine.module, lambda m: observe(True, m), fed) if options.mutations else []
     return report, found
 
 

@@ -51,18 +51,25 @@ class TokenLayout:
         return torch.zeros_like(sequence), starts[sequence] + position
 
 
+def canonical_names(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every submodule with its Hugging Face path."""
+    return [(m, _WRAPPERS.sub("", name)) for name, m in module.named_modules()]
+
+
 class TrainerObserver:
-    """Context manager. rollout: the rollout's rows by point; feed: overwrite with them. After a forward, `found` holds a
+    """Context manager. rollout: the rollout's rows by point; feed: overwrite with them; mutation: see mutations.py. After a forward, `found` holds a
     Difference for every point that both engines showed, `prints` a checksum of the trainer's own values there."""
 
-    def __init__(self, module: nn.Module, layout: TokenLayout, rollout: dict[str, PointRows], feed: bool) -> None:
+    def __init__(
+        self, module: nn.Module, layout: TokenLayout, rollout: dict[str, PointRows], feed: bool, mutation=None
+    ) -> None:
         self.module, self.layout, self.rollout, self.feed = module, layout, rollout, feed
         self.found: dict[str, Difference] = {}
         self.prints: dict[str, int] = {}
         self._hooks: list = []
-        self._names = {id(m): _WRAPPERS.sub("", name) for name, m in module.named_modules()}
+        self._names = {id(m): name for m, name in canonical_names(module)}
         self._attention: dict[str, Callable] = {}
-        self._fused = _FusedSteps(self)
+        self._fused = _FusedSteps(self, mutation)
         self._layer = ""
 
     def __enter__(self) -> "TrainerObserver":
@@ -185,9 +192,9 @@ def residual_before(norm: str) -> str | None:
 class _FusedSteps(TorchDispatchMode):
     """Listens to a fused layer: between enter and leave, the jetrl ops that run are these children's work."""
 
-    def __init__(self, observer: TrainerObserver) -> None:
+    def __init__(self, observer: TrainerObserver, mutation) -> None:
         super().__init__()
-        self.observer, self.layer = observer, ""
+        self.observer, self.mutation, self.layer = observer, mutation, ""
         self._names: list[tuple[str, ...]] = []
         self._ran: list[list[tuple[str, tuple, object]]] = []
 
@@ -202,11 +209,16 @@ class _FusedSteps(TorchDispatchMode):
             self._see(names, op, args, out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if self._names and func._schema.name.startswith("jetrl::"):
-            op = func._schema.name.removeprefix("jetrl::")
-            if op == "gemm_nt" and len(self._names[-1]) == 1 and self._is_ragged(self._names[-1][0]):
-                self._see(self._names[-1], op, args, out)  # its padded columns are cut off in a copy before `leave`
+        op = func._schema.name.removeprefix("jetrl::")
+        here = self._names[-1] if self._names and op != func._schema.name else ()
+        out = None
+        if here and self.mutation is not None:
+            out = self.mutation.replaced([f"{self.layer}.{name}" for name in here], op, func, args)
+        if out is None:
+            out = func(*args, **(kwargs or {}))
+        if here:
+            if op == "gemm_nt" and len(here) == 1 and self._is_ragged(here[0]):
+                self._see(here, op, args, out)  # its padded columns are cut off in a copy before `leave`
             else:
                 self._ran[-1].append((op, args, out))
         return out
