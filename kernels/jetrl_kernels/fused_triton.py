@@ -9,7 +9,7 @@ from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
 from jetrl_kernels.ops_fused import merged_width
 from jetrl_kernels.quantize_triton import load_float32, store_rows
 from jetrl_kernels.rotary_triton import _product, _round
-from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode, encode4, scale_of
+from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
 from jetrl_kernels.silu_triton import _check, _silu
 from jetrl_kernels.weight_triton import round_to_bf16
