@@ -1,0 +1,96 @@
+"""torch.compile in a real vLLM engine: the pass fuses what it should, and a token keeps the bits of eager mode."""
+
+import collections
+import os
+
+import pytest
+import torch
+from checkpoints_for_tests import save_checkpoint
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5, 9, 17, 33, 2], [7, 7, 1], list(range(40, 90))]
+
+
+def generate(folder, eager: bool) -> list[tuple[list[int], list[float]]]:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_DISABLE_COMPILE_CACHE="1",
+    )  # fmt: skip
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        str(folder), quantization="jetrl", skip_tokenizer_init=True, enforce_eager=eager, dtype="bfloat16",
+        max_model_len=128, max_num_seqs=8, gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    del llm
+    cleanup_dist_env_and_memory()
+    first = [o.outputs[0] for o in outputs]
+    return [
+        (list(o.token_ids), [step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)]) for o in first
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama-ragged-tied"])
+def test_compiled_engine_fuses_and_has_the_bits_of_the_eager_one(architecture, tmp_path, monkeypatch):
+    from jetrl.integrations.vllm.fusion import SharedOperatorFusion
+
+    counted = []
+
+    def counting(self, graph, fuse=SharedOperatorFusion.__call__):
+        fuse(self, graph)
+        counted.append(collections.Counter(n.target._opname for n in graph.nodes if hasattr(n.target, "_opname")))
+
+    monkeypatch.setattr(SharedOperatorFusion, "__call__", counting)
+    folder = save_checkpoint(architecture, tmp_path)
+    eager = generate(folder, True)
+    assert counted == []
+    assert generate(folder, False) == eager
+    # Two layers: four norms and two activations end in a quantizer; attention's output does not, nor the last norm.
+    fused, qk = sum(counted, collections.Counter()), architecture == "qwen3"
+    expected = {
+        "rms_norm_quantize": 4, "silu_mul_quantize": 2, "quantize_tiles": 2, "gemm_nt": 8, "rms_norm": 1, "silu_mul": 0,
+        "qk_norm_rotary": 2 * qk, "rotary": 2 * (not qk),
+    }  # fmt: skip
+    assert {name: fused[name] for name in expected} == expected
+
+
+def test_a_tensor_that_is_also_read_unquantized_stays_as_it_is():
+    from jetrl.integrations.vllm.fusion import SharedOperatorFusion
+
+    ops = torch.ops.jetrl
+
+    def quantized_twice(x, residual, weight):
+        y, hidden, _ = ops.rms_norm(x, residual, weight, 1e-6)
+        return ops.quantize_tiles(y, "fp32") + ops.quantize_tiles(y, "fp32") + (hidden,)
+
+    def read_as_well(x, residual, weight):
+        y, hidden, _ = ops.rms_norm(x, residual, weight, 1e-6)
+        return ops.quantize_tiles(y, "fp32") + (hidden, y + 1)
+
+    def in_two_formats(x, residual, weight):
+        y, hidden, _ = ops.rms_norm(x, residual, weight, 1e-6)
+        return ops.quantize_tiles(y, "fp32") + ops.quantize_tiles(y, "pow2") + (hidden,)
+
+    torch.manual_seed(0)
+    arguments = torch.randn(5, 192).bfloat16(), torch.randn(5, 192).bfloat16(), torch.randn(192).bfloat16()
+    for function, fuses in ((quantized_twice, True), (read_as_well, False), (in_two_formats, False)):
+        fusion, found = SharedOperatorFusion(), []
+
+        def count(graph, fusion=fusion, found=found):
+            fusion(graph)
+            found.extend(n.target._opname for n in graph.nodes if hasattr(n.target, "_opname"))
+
+        from vllm.compilation.passes.inductor_pass import CallableInductorPass
+
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            function, fullgraph=True, options={"post_grad_custom_post_pass": CallableInductorPass(count, str(fuses) + function.__name__)}
+        )  # fmt: skip
+        for got, want in zip(compiled(*arguments), function(*arguments), strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        assert found.count("rms_norm_quantize") == fuses, function.__name__
+        assert ("quantize_tiles" in found) is not fuses
