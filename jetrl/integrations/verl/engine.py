@@ -18,6 +18,7 @@ from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl import masters
 from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
 from jetrl.integrations.verl.handshake import RolloutHandshake
+from jetrl.integrations.verl.log_probs import SharedLogProbs
 from jetrl.integrations.verl.rotary import restore_frequencies
 from jetrl.integrations.verl.shadow_pass import ShadowPass
 from jetrl.integrations.verl.ulysses import UlyssesExchange
@@ -26,11 +27,12 @@ from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import Flow, load_flow
 from jetrl.precision.formats import TensorFormat, format_of_dtype
 from jetrl.precision.graph import PrecisionGraph
+from jetrl.precision.trainer_kernels import exact_graph
 from jetrl.settings import engine_settings
 from jetrl.weight_cache import weights_changed
 
 
-class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
+class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
     """FSDP1 and FSDP2. The flow comes from `model.override_config.jetrl_flow`; without it, the default flow.
 
     The critic is built by another engine class (VeRL's value model) and stays as it is.
@@ -65,6 +67,8 @@ class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
         if self.rank == 0:
             role = "reference" if self.engine_config.forward_only else "actor"
             announce(f"flow {self.flow.name}, {role}: {report}")
+        if self.flow.train.exact:
+            self.precision_graph = exact_graph(module, self.precision_graph)
         self._handshake = RolloutHandshake(self.flow, self.precision_graph)
         self._last_sync: dict[str, float] = {}
         return module
@@ -76,7 +80,8 @@ class JetFSDPEngine(ShadowPass, FSDPEngineWithLMHead):
         if "attn_implementation" in self.model_config.override_config:
             return
         config = self.model_config.hf_config
-        choice = attention.choose(config, get_device_name(), self.use_remove_padding, self._carrier_dtype())
+        choose = attention.require_exact if self.flow.train.exact else attention.choose
+        choice = choose(config, get_device_name(), self.use_remove_padding, self._carrier_dtype())
         config._attn_implementation = choice.name
         if self.rank == 0:
             announce(str(choice))

@@ -45,3 +45,7 @@ def prepare(config: VllmConfig, unified: bool) -> None:
         raise UserError(
             f"compilation_config sets {_PASS_KEY}, which jetrl needs for its own fusions; remove that key, or set mode=0"
         )
+    if config.quant_config.flow(config).rollout.exact:
+        from jetrl.integrations.vllm import exact
+
+        exact.prepare(config)

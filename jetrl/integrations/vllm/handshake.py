@@ -16,6 +16,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from jetrl.integrations.protocol import REPORT_METHOD, versions
 from jetrl.precision.build_vllm import build_rollout_graph
 from jetrl.precision.graph import PrecisionGraph
+from jetrl.precision.kernels import with_kernels
 
 # Tells a restarted worker from the one that answered before.
 _PROCESS_ID = f"{os.getpid()}-{uuid.uuid4().hex}"
@@ -35,7 +36,13 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
     and this runs at every weight sync.
     """
     global _trainer_has_asked
-    graph, digest = _graph_of(worker.model_runner.model)
+    config = worker.vllm_config
+    exact = (
+        config.quant_config is not None
+        and config.quant_config.get_name() == "jetrl"
+        and (config.quant_config.flow(config).rollout.exact)
+    )
+    graph, digest = _graph_of(worker.model_runner.model, exact)
     _trainer_has_asked = True
     return {
         "process": _PROCESS_ID,
@@ -49,9 +56,16 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
 
 
 @functools.lru_cache(maxsize=1)
-def _graph_of(model: torch.nn.Module) -> tuple[PrecisionGraph, str]:
-    """Layers get their formats when the model is built, so one graph per model object is enough."""
+def _graph_of(model: torch.nn.Module, exact: bool) -> tuple[PrecisionGraph, str]:
+    """Layers get their formats when the model is built, so one graph per model object is enough.
+
+    exact: with the kernel that each operator runs, which an exact flow compares too.
+    """
     graph = build_rollout_graph(model)
+    if exact:
+        from jetrl.integrations.vllm.exact import rollout_kernels
+
+        graph = with_kernels(graph, rollout_kernels(model))
     return graph, graph.digest()
 
 

@@ -71,6 +71,15 @@ class JetSiluAndMul(_Shared, SiluAndMul):
 class _Rotary(_Shared):
     """Hugging Face's rotary: every product and the sum rounded to the carrier's dtype."""
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self, _Rotary):
+            config = get_current_vllm_config_or_none()
+            if config.quant_config.flow(config).rollout.exact:
+                from jetrl.integrations.vllm.exact import fill_rotary_cache
+
+                fill_rotary_cache(self, config.model_config.hf_config)
+
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if key is None or not self.is_neox_style:
             raise UserError(

@@ -1,0 +1,131 @@
+"""The trainer's log-probabilities by the operator that the rollout's sampler has, and proof of equality where it is claimed.
+
+VeRL's own path takes the log-softmax of BF16 logits in BF16 where flash-attn is missing, divides by the temperature in
+BF16, and keeps the columns beyond the tokenizer that its rollout masks: up to 0.01 of difference in a log-probability.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
+
+from jetrl.attention.logprobs import token_logprobs
+from jetrl.errors import JobError
+
+# VeRL divides by at least this.
+SMALLEST_TEMPERATURE = 1e-8
+
+
+class SharedLogProbs:
+    """In front of VeRL's FSDP engine with an LM head. Reads `self.flow`; with a stock trainer VeRL's path stays."""
+
+    # Optimizer steps since the rollout last got weights: before the first, actor and rollout are one policy.
+    updates_since_sync: int = 0
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        others = ("use_fused_kernels", "distillation_use_topk", "distillation_only")
+        if (
+            not (self.flow.unified and self.flow.train.linear == "fp8")
+            or not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+            or any(tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in others)
+        ):
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        logits = output.logits.squeeze(0)
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        log_probs = token_logprobs(
+            logits,
+            output_args["input_ids_rmpad_rolled"],
+            output_args["temperature_rmpad"].to(torch.float32).clamp(min=SMALLEST_TEMPERATURE),
+            min(len(self.model_config.tokenizer), logits.shape[-1]),
+        )
+        result = self._without_log_probs(output, output_args, micro_batch, logits_processor_func)
+        log_probs = self._gather_and_unpad_packed(log_probs, output_args["pad_size"])
+        result["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, micro_batch["input_ids"].offsets())
+        return result
+
+    def _without_log_probs(self, output, output_args, micro_batch, logits_processor_func) -> dict:
+        """Entropy and the like from VeRL's path. `distillation_only` is its name for "no log-probabilities"."""
+        wanted = ("calculate_entropy", "calculate_sum_pi_squared")
+        if not any(tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in wanted):
+            return {}
+        tu.assign_non_tensor(micro_batch, distillation_only=True)
+        try:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        finally:
+            tu.assign_non_tensor(micro_batch, distillation_only=False)
+
+    def get_per_tensor_param(self, *args, **kwargs):
+        self.updates_since_sync = 0
+        return super().get_per_tensor_param(*args, **kwargs)
+
+    def optimizer_step(self):
+        self.updates_since_sync += 1
+        return super().optimizer_step()
+
+    def train_batch(self, data, loss_function):
+        """In an exact flow, holds the first update's own forward against the rollout: no forward is spent on it."""
+        if not self.flow.train.exact or self.updates_since_sync or "old_log_probs" not in data.keys():
+            return super().train_batch(data, loss_function)
+        equality = Equality()
+        outputs = super().train_batch(data, equality.around(loss_function))
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"].update({key: [value] for key, value in equality.metrics().items()})
+        equality.require()
+        return outputs
+
+
+class Equality:
+    """Counts, over the micro-batches of one update, tokens whose log-probability is not the one it was sampled with.
+
+    The batch's `old_log_probs` are the rollout's where `algorithm.rollout_correction.bypass_mode` is set, else the actor's
+    from before the update; in an exact flow all three are the same bits.
+    """
+
+    def __init__(self) -> None:
+        self.counts: list[torch.Tensor] = []
+
+    def around(self, loss_function: Callable) -> Callable:
+        """The loss function, which sees every micro-batch's output beside its batch."""
+
+        def counted(model_output, data, *args, **kwargs):
+            self.counts.append(_count(model_output["log_probs"], data))
+            return loss_function(model_output, data, *args, **kwargs)
+
+        return counted
+
+    def _totals(self) -> tuple[int, int, float]:
+        if not self.counts:
+            return 0, 0, 0.0
+        counts = torch.stack(self.counts).cpu()  # the only wait for the GPU
+        return int(counts[:, 0].sum()), int(counts[:, 1].sum()), float(counts[:, 2].max())
+
+    def metrics(self) -> dict[str, float]:
+        tokens, differing, largest = self._totals()
+        return {
+            "log_prob_tokens_compared": float(tokens),
+            "log_prob_tokens_differing": float(differing),
+            "log_prob_max_difference": largest,
+        }
+
+    def require(self) -> None:
+        """Raises JobError where a token differs: what the flow claims, and skipped recomputation relies on, is broken."""
+        tokens, differing, largest = self._totals()
+        if differing:
+            raise JobError(
+                f"precision=unified_exact claims equal log-probabilities in rollout and trainer, but {differing} of {tokens} "
+                f"tokens differ, by up to {largest:.3g}; find the operator with python -m jetrl.verify, or use "
+                f"precision=unified_fp8"
+            )
+
+
+def _count(log_probs: torch.Tensor, data) -> torch.Tensor:
+    """(tokens, tokens that differ, largest difference), float64 on the device, over the response tokens."""
+    new = no_padding_2_padding(log_probs.detach(), data)
+    old, mask = data["old_log_probs"], data["response_mask"]
+    old, mask = (t.to_padded_tensor(0) if t.is_nested else t for t in (old, mask))
+    mask = mask.bool()
+    difference = (new.to(torch.float64) - old.to(torch.float64)).abs() * mask
+    return torch.stack((mask.sum(), ((new != old) & mask).sum(), difference.max())).to(torch.float64)
