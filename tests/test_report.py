@@ -288,6 +288,19 @@ def test_a_metric_that_one_flow_lacks_is_named_under_the_picture(tmp_path):
     assert "Missing: fp8_rollout did not log it (actor/entropy" in report(tmp_path, out=tmp_path / "r.html")
 
 
+def test_a_metric_of_some_algorithms_only_is_drawn_where_logged_and_else_not_missed(tmp_path):
+    write_run(tmp_path, "bf16")
+    folder = write_run(tmp_path, "unified_fp8")
+    assert "Lower clip bound" not in report(tmp_path, out=tmp_path / "r.html")
+    steps = metrics("unified_fp8", 0)
+    for row in steps.values():
+        row["actor/clip_low"] = 0.74
+    write_metrics(folder / "metrics.jsonl", steps)
+    html = report(tmp_path, out=tmp_path / "r.html")
+    assert "Lower clip bound" in html and "Missing: bf16 did not log it (actor/clip_low)" in html
+    assert "Upper clip bound" not in html
+
+
 def test_configuration_differences_leave_out_names_and_paths(tmp_path):
     write_run(tmp_path, "bf16", 0)
     write_run(tmp_path, "bf16", 1, name="b", actor_rollout_ref__actor__optim__lr=5e-5)

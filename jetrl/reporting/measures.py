@@ -14,6 +14,7 @@ class Quantity:
     """key: file name of its picture. unit: what the y axis counts. names: VeRL's metric names, the first logged counts.
 
     zero_is_missing: VeRL logs 0 where there is nothing to measure (GPU memory of a job without a GPU).
+    optional: only some algorithms log it; where none of the runs did, its absence is not worth a remark.
     """
 
     key: str
@@ -22,6 +23,7 @@ class Quantity:
     names: tuple[str, ...]
     log: bool = False
     zero_is_missing: bool = False
+    optional: bool = False
 
     def of(self, metrics: dict[str, float | None]) -> float | None:
         """The value at a step; None where it was not logged, NaN where it was not a number (logged as null)."""
@@ -52,6 +54,15 @@ COURSE = (
     Quantity("clip_fraction", "Clip fraction", "share of tokens clipped", ("actor/pg_clipfrac",)),
     Quantity("entropy", "Entropy", "nats per token", ("actor/entropy", "actor/entropy_loss")),
     Quantity("length", "Response length", "tokens, mean over answers", ("response_length/mean",)),
+    Quantity("clip_low", "Lower clip bound", "ratio", ("actor/clip_low",), optional=True),
+    Quantity("clip_high", "Upper clip bound", "ratio", ("actor/clip_high",), optional=True),
+    Quantity(
+        "effective_samples",
+        "Importance sampling: effective sample size",
+        "share of the samples",
+        ("rollout_corr/rollout_is_eff_sample_size",),
+        optional=True,
+    ),
 )
 COST = (
     SECONDS,

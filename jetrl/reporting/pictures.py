@@ -26,11 +26,12 @@ class Picture:
 def sections(table: list[Row]) -> dict[str, list[Picture]]:
     """Heading -> its pictures, in reading order."""
     groups = [row.group for row in table]
-    result = {name: [draw(q, groups) for q in quantities] for name, quantities in SECTIONS.items()}
+    result = {name: [p for q in quantities if (p := draw(q, groups))] for name, quantities in SECTIONS.items()}
     return {**result, TIME_SECTION: [draw_phases(table), *(draw(q, groups) for q in COST)]}
 
 
-def draw(quantity: Quantity, groups: list[Group]) -> Picture:
+def draw(quantity: Quantity, groups: list[Group]) -> Picture | None:
+    """None for an optional quantity that no run logged."""
     curves, absent, broken, window = [], [], [], 1
     for group in groups:
         line = course(group, quantity)
@@ -44,6 +45,8 @@ def draw(quantity: Quantity, groups: list[Group]) -> Picture:
         band = (line.low, line.high) if line.has_band else (None, None)
         curves.append(Curve(group.label + seeds, group.style % STYLES, line.steps, line.mean, *band))
     names = " or ".join(quantity.names)
+    if not curves and quantity.optional and not broken:
+        return None
     if not curves:
         why = "NaN or Inf in every step" if broken else f"logged by none of these runs ({names})"
         return Picture(quantity.key, quantity.title, None, (why,))
