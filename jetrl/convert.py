@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from jetrl.fusion import FusionReport, fuse
+from jetrl.fusion.stock import stock_forward
 from jetrl.linear import Float8Linear
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.weight_cache import CachePolicy
+
+__all__ = ["ConversionReport", "convert", "stock_forward"]
 
 
 @dataclass

@@ -143,6 +143,8 @@ class Float8Linear(nn.Linear):
 
     format: LinearFormat
     codes: WeightCodes
+    # Set by jetrl.fusion.stock.stock_forward.
+    computes_stock = False
 
     @classmethod
     def from_linear(cls, module: nn.Linear, fmt: LinearFormat, policy: CachePolicy | None = None) -> "Float8Linear":
@@ -162,6 +164,8 @@ class Float8Linear(nn.Linear):
         return module
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.computes_stock:
+            return super().forward(input)
         return fp8_linear(input, self.weight, self.bias, self.format, self.codes)
 
     def extra_repr(self) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jetrl import weight_cache
-from jetrl.convert import convert
+from jetrl.convert import convert, stock_forward
 from jetrl.errors import UserError
 from jetrl.fusion.layer import attention_function
 from jetrl.fusion.norm import rms_norm
@@ -228,6 +228,21 @@ def test_a_hook_on_a_child_is_not_passed_over():
     model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out)
     with pytest.raises(UserError, match="wrapped or has a hook"):
         model(tokens())
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_stock_forward_is_the_unconverted_model(architecture):
+    model, _ = build(architecture)
+    stock = build_model(architecture).bfloat16().to(DEVICE)
+    stock.config._attn_implementation = "sdpa"
+    ids = tokens()
+    with torch.no_grad():
+        fused = model(ids).logits
+        with stock_forward(model):
+            assert torch.equal(model(ids).logits, stock(ids).logits)
+        assert torch.equal(model(ids).logits, fused) and not torch.equal(fused, stock(ids).logits)
+    with pytest.raises(ValueError, match="torch.no_grad"), stock_forward(model):
+        pass
 
 
 def test_generation_with_a_cache_gives_the_logits_of_the_whole_sequence():

@@ -64,6 +64,9 @@ def fused_forward(
     **kwargs,
 ) -> torch.Tensor:
     """What the stock layer's forward takes and returns: hidden_states (batch, sequence, K) in, the same out."""
+    if self.computes_stock:
+        stock = {"past_key_values": past_key_values, "use_cache": use_cache, "position_embeddings": position_embeddings}
+        return self.stock_class.forward(self, hidden_states, attention_mask, position_ids, **stock, **kwargs)
     _refuse_wrapped_children(self)
     steps, attention, mlp = self.jetrl_steps, self.self_attn, self.mlp
     batch, length, width = hidden_states.shape
@@ -149,7 +152,8 @@ def swap_layer(layer: nn.Module, policy: CachePolicy) -> None:
     """Give `layer`, whose form recognise.py has checked and whose linears are Float8Linear, its fused forward."""
     stock = type(layer)
     if stock not in _classes:
-        _classes[stock] = type(stock.__name__, (stock,), {"forward": fused_forward, "__module__": stock.__module__})
+        members = {"stock_class": stock, "forward": fused_forward, "computes_stock": False, "__module__": stock.__module__}
+        _classes[stock] = type(stock.__name__, (stock,), members)
     layer.__class__ = _classes[stock]
     layer.jetrl_steps = Steps.of(layer, policy)
     layer.jetrl_types = (type(layer.self_attn), type(layer.mlp))

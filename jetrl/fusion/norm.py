@@ -63,7 +63,10 @@ def swap_norm(module: nn.Module) -> None:
     if stock not in _classes:
 
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            if self.computes_stock:
+                return stock.forward(self, hidden_states)
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
-        _classes[stock] = type(stock.__name__, (stock,), {"forward": forward, "__module__": stock.__module__})
+        members = {"forward": forward, "computes_stock": False, "__module__": stock.__module__}
+        _classes[stock] = type(stock.__name__, (stock,), members)
     module.__class__ = _classes[stock]
