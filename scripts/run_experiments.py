@@ -185,8 +185,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where the runs live")
     parser.add_argument("--keep", type=Path, help="where records go; default <out>/kept/<experiment>")
     parser.add_argument("--seconds", type=float, help="stop then, keeping what there is")
-    parser.add_argument("overrides", nargs="*", metavar="-- key=value", help="more words for jetrl.train")
-    args = parser.parse_args(argv)
+    parser.epilog = "after --: more words for jetrl.train, as in -- task.length=1024"
+    # argparse gives a trailing list of words nothing when options stand before it.
+    argv = sys.argv[1:] if argv is None else argv
+    split = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:split])
+    args.overrides = argv[split + 1 :]
     args.flows = list(FLOWS) if args.flows == "all" else args.flows.split(",")
     unknown = [flow for flow in args.flows if flow not in FLOWS]
     if unknown:

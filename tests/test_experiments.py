@@ -113,3 +113,12 @@ def test_an_unknown_flow_is_named_with_those_that_exist(capsys):
     with pytest.raises(SystemExit):
         script.parse(["chain_short", "--flows", "bf16,fp4"])
     assert "--flows fp4 is unknown; allowed: bf16, fp8_rollout" in capsys.readouterr().err
+
+
+def test_words_after_the_dashes_go_to_every_run():
+    args = script.parse(
+        ["chain_long", "--flows", "all", "--seeds", "3,1", "--side-by-side", "2", "--", "task.length=64", "a=b"]
+    )
+    assert (args.experiment, args.flows, args.seeds) == ("chain_long", list(script.FLOWS), [3, 1])
+    assert (args.side_by_side, args.overrides) == (2, ["task.length=64", "a=b"])
+    assert args.keep == Path("runs/kept/chain_long")
