@@ -66,7 +66,7 @@ class Run:
 
 def planned(experiment: str, flows: list[str], seeds: list[int], extra: list[str]) -> list[Run]:
     return [
-        Run(f"{experiment}-{flow}-seed={seed}", (f"experiment={experiment}", *FLOWS[flow], f"data.seed={seed}", *extra))
+        Run(f"{experiment}-{flow}-seed{seed}", (f"experiment={experiment}", *FLOWS[flow], f"data.seed={seed}", *extra))
         for seed in seeds
         for flow in flows
     ]

@@ -48,7 +48,7 @@ def test_an_experiments_name_stands_for_what_it_chooses(tmp_path):
 def test_runs_are_planned_seed_by_seed_and_differ_in_flow_and_seed_only():
     runs = script.planned("chain_short", ["bf16", "unified_fp8_tis"], [0, 1], ["task.length=128"])
     assert [run.name.partition("-")[2] for run in runs] == [
-        "bf16-seed=0", "unified_fp8_tis-seed=0", "bf16-seed=1", "unified_fp8_tis-seed=1",
+        "bf16-seed0", "unified_fp8_tis-seed0", "bf16-seed1", "unified_fp8_tis-seed1",
     ]  # fmt: skip
     assert runs[1].words[1:4] == ("precision=unified_fp8", "algorithm=grpo_tis", "data.seed=0")
     assert is_seed("data.seed") and all("task.length=128" in run.words for run in runs)
