@@ -3,8 +3,10 @@
     python benchmarks/bench_layer.py [--out FOLDER]
 
 Every layer is the real module under autograd (weights BF16, gradients of input and weight). Bar: 1.45 times BF16, geometric
-mean over the model's shapes. torchao's blockwise FP8 training linear is timed where torchao is installed, with
-torch._scaled_mm and, under --torchao-triton, with its own Triton GEMMs (which autotune for minutes).
+mean over the model's shapes. "blocks" is the option wgrad=blocks; "codes kept" has the weight's codes from an earlier
+micro-batch of the same optimizer step. torchao's blockwise FP8 training linear is timed where torchao is installed, with
+torch._scaled_mm and, under --torchao-triton, with its own Triton GEMMs (which autotune for minutes); Transformer Engine's
+linear with its block scaling (1x128 and 128x128) where that is installed.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from torch import nn
 
 from jetrl.linear import Float8Linear
 from jetrl.precision.formats import LinearFormat
+from jetrl.weight_cache import CachePolicy, weights_changed
 
 TOKENS = 8192
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
@@ -41,6 +44,15 @@ def _layers(n: int, k: int, torchao_triton: bool):
     yield "bf16", plain()
     yield "jetrl fp32", Float8Linear.from_linear(plain(), LinearFormat.fp8_blockwise("fp32"))
     yield "jetrl pow2", Float8Linear.from_linear(plain(), LinearFormat.fp8_blockwise("pow2"))
+    yield "jetrl fp32 blocks", Float8Linear.from_linear(plain(), LinearFormat.fp8_blockwise("fp32", "blocks"))
+    weights_changed()  # before it, nothing is kept
+    kept = CachePolicy("step")
+    yield "jetrl fp32, codes kept", Float8Linear.from_linear(plain(), LinearFormat.fp8_blockwise("fp32"), kept)
+    yield from _torchao(plain, torchao_triton)
+    yield from _transformer_engine(n, k)
+
+
+def _torchao(plain, torchao_triton: bool):
     try:
         from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
     except ImportError as error:
@@ -50,6 +62,33 @@ def _layers(n: int, k: int, torchao_triton: bool):
         layer = Float8BlockwiseLinear.from_float(plain())
         layer.use_triton, layer.dtype, layer.block_size = use_triton, torch.bfloat16, 128
         yield name, layer
+
+
+class _UnderAutocast(nn.Module):
+    """Transformer Engine chooses a layer's precision by a context manager around its call."""
+
+    def __init__(self, layer: nn.Module, autocast) -> None:
+        super().__init__()
+        self.layer, self.autocast = layer, autocast
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            return self.layer(x)
+
+
+def _transformer_engine(n: int, k: int):
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling
+    except ImportError as error:
+        print(f"Transformer Engine is not timed: {error}")
+        return
+    layer = te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    yield "transformer engine", _UnderAutocast(layer, lambda: te.autocast(enabled=True, recipe=Float8BlockScaling()))
 
 
 def main() -> None:
