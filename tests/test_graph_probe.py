@@ -26,16 +26,17 @@ def probed(model):
     return probe
 
 
-def converted(architecture, assignment):
+def converted(architecture, assignment, fuse=True):
     model = build_model(architecture).eval().to(torch.bfloat16)
-    convert(model, build_training_graph(model, assignment))
+    convert(model, build_training_graph(model, assignment), fuse_layers=fuse)
     return model
 
 
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("assignment", [BF16, FP8, MIXED], ids=["bf16", "fp8", "mixed"])
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_the_trainers_forward_executes_the_declared_graph(architecture, assignment):
-    model = converted(architecture, assignment)
+def test_the_trainers_forward_executes_the_declared_graph(architecture, assignment, fuse):
+    model = converted(architecture, assignment, fuse)
     probe = probed(model)
     assert probe.differences(declare_from_config(model.config, assignment)) == []
     ran = {record.op for record in probe.records}
@@ -62,8 +63,17 @@ def test_a_layer_that_runs_otherwise_than_declared_is_named():
     assert len(probed(converted("qwen3", BF16)).differences(declare_from_config(config, FP8))) == 14
 
 
-def test_what_does_not_run_and_what_is_not_declared_are_named():
+def test_a_fused_layer_that_does_not_run_is_named_operator_by_operator():
     model = converted("qwen3", FP8)
+    graph = declare_from_config(model.config, FP8)
+    model.model.layers[1].forward = lambda hidden, **kwargs: hidden
+    found = probed(model).differences(graph)
+    # Seven linears, four norms, rotary, attention, activation and two residual additions.
+    assert len(found) == 16 and all(line.startswith("model.layers.1.") for line in found), found
+
+
+def test_what_does_not_run_and_what_is_not_declared_are_named():
+    model = converted("qwen3", FP8, fuse=False)
     graph = declare_from_config(model.config, FP8)
     model.model.layers[1].input_layernorm.forward = lambda x: x
     model.model.norm.register_forward_hook(lambda m, a, out: out @ torch.eye(256).bfloat16())

@@ -1,6 +1,7 @@
 """Records the operators that one forward really executes, in either engine, and compares them with a precision graph.
 
-A dispatch mode sees every aten and custom op; module hooks say inside which module. So a declared graph that differs
+A dispatch mode sees every aten and custom op; module hooks say inside which module, and the trainer's fused decoder layers,
+whose children are not called, name the operators that each step stands for (jetrl.fusion.trace). So a declared graph that differs
 from what runs is found where it matters: in the formats that reached the GEMMs. log-softmax happens outside both models
 and is not seen.
 """
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jetrl.fusion import trace
 from jetrl.precision.formats import TensorFormat, format_of_dtype
 from jetrl.precision.graph import Operator, PrecisionGraph
 
@@ -28,7 +30,7 @@ _EVIDENCE = {"embedding": None, "norm": None, "activation": None, "attention": _
 class Executed:
     """One op: the innermost module it ran in, its qualified name, dtypes of its tensor arguments, and FP8 facts.
 
-    formats: for jetrl's quantizers and GEMM, the formats of what they made or read.
+    formats: for jetrl's GEMM, the formats of both operands, read off their scales.
     """
 
     scope: str
@@ -49,17 +51,22 @@ class Probe(TorchDispatchMode):
         super().__init__()
         self.model = model
         self.records: list[Executed] = []
+        # Operator -> the scope of the step that computes it together with others.
+        self.merged: dict[str, str] = {}
         self._stack: list[str] = []
         self._hooks: list = []
 
     def __enter__(self) -> "Probe":
+        fused = tuple(f"{name}." for name, module in self.model.named_modules() if hasattr(module, "jetrl_steps"))
         for name, module in self.model.named_modules():
-            if name:
+            if name and not name.startswith(fused):
                 self._hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: self._push(name)))
                 self._hooks.append(module.register_forward_hook(lambda m, args, out: self._pop()))
+        trace.listen(self)
         return super().__enter__()
 
     def __exit__(self, *exc) -> None:
+        trace.listen(None)
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*exc)
@@ -82,23 +89,33 @@ class Probe(TorchDispatchMode):
     def _pop(self) -> None:
         self._stack.pop()
 
+    def enter(self, names: tuple[str, ...]) -> None:
+        """trace.Listener: a fused step begins that computes these children of the layer it runs in."""
+        layer = self._stack[-1]
+        self.merged.update({f"{layer}.{name}": f"{layer}.{names[0]}" for name in names})
+        self._stack.append(f"{layer}.{names[0]}")
+
+    def leave(self) -> None:
+        self._stack.pop()
+
     def differences(self, graph: PrecisionGraph) -> list[str]:
         """One sentence for everything that ran otherwise than `graph` declares; empty when they agree."""
-        return Comparison(graph, self.records).differences()
+        return Comparison(graph, self.records, self.merged).differences()
 
 
 class Comparison:
     """Executed ops against a declared graph (its forward part)."""
 
-    def __init__(self, graph: PrecisionGraph, records: list[Executed]) -> None:
+    def __init__(self, graph: PrecisionGraph, records: list[Executed], merged: dict[str, str] | None = None) -> None:
         self.graph = graph.forward()
         self.by_scope: dict[str, list[Executed]] = {}
         for record in records:
             self.by_scope.setdefault(record.scope, []).append(record)
-        self.storage = {m: merged["name"] for merged in self.graph.meta.get("merged", ()) for m in merged["members"]}
+        self.storage = {m: group["name"] for group in self.graph.meta.get("merged", ()) for m in group["members"]}
+        self.storage |= merged or {}
 
     def differences(self) -> list[str]:
-        found, gemm_scopes = [], set()
+        found, gemm_scopes, other_scopes = [], set(), set()
         for operator in self.graph.operators:
             if operator.kind in ("linear", "lm_head"):
                 scope = self._linear_scope(operator)
@@ -106,11 +123,12 @@ class Comparison:
                 found += self._linear(operator.name, scope)
             elif operator.kind in _EVIDENCE:
                 found += self._evidence(operator)
+                other_scopes.update(self._scopes(operator))
             elif operator.kind == "residual_add":
                 found += self._residual(operator.name)
             if operator.kind in ("attention", "router", "experts"):
                 gemm_scopes.update((operator.name, f"{operator.name}.attn"))
-        return found + self._undeclared(gemm_scopes)
+        return found + self._undeclared(gemm_scopes, other_scopes)
 
     def _linear_scope(self, operator: Operator) -> str:
         if operator.kind == "lm_head" and operator.name not in self.by_scope:
@@ -123,8 +141,7 @@ class Comparison:
         found = []
         for record in records:
             if record.op == "jetrl::gemm_nt":
-                quantized = [r.formats[0] for r in records if r.op == "jetrl::quantize_tiles"]
-                executed = (quantized[-1] if quantized else None, record.formats[0])
+                executed = record.formats
             elif _is_gemm(record):
                 executed = tuple(_plain(dtype) for dtype in record.dtypes if dtype != "torch.int64")[-2:]
             else:
@@ -152,10 +169,11 @@ class Comparison:
     def _scopes(self, operator: Operator) -> tuple[str, ...]:
         if operator.kind == "rotary":
             parent = operator.name.removesuffix(".rotary")
-            return f"{parent}.rotary_emb", f"{parent}.rotary_emb.apply_rotary_emb", parent
+            own = self.storage.get(operator.name, parent)
+            return f"{parent}.rotary_emb", f"{parent}.rotary_emb.apply_rotary_emb", parent, own
         if operator.kind == "attention":
             return operator.name, f"{operator.name}.attn"
-        return (operator.name,)
+        return (self.storage.get(operator.name, operator.name),)
 
     def _attention_formats(self, name: str, records: list[Executed]) -> list[str]:
         """q, k and v reach attention in the declared dtypes (seen where one op takes all three)."""
@@ -168,37 +186,49 @@ class Comparison:
         return []
 
     def _residual(self, name: str) -> list[str]:
-        """An add in the decoder layer, or one fused into the norm behind it."""
+        """An add in the decoder layer, or one fused into the norm behind it (jetrl's norms take a residual)."""
         layer, _, part = name.removesuffix(".residual_add").rpartition(".")
         readers = [e.consumer for e in self.graph.edges if e.producer == name]
         scopes = [layer, *(r.removesuffix(".x_quantizer") for r in readers)]
-        ran = [r for scope in scopes for r in self.by_scope.get(scope, ()) if "add" in r.op]
+        ran = [r for scope in scopes for r in self.by_scope.get(scope, ()) if _adds(r)]
         return [] if ran else [f"{name}: declared, but no addition ran in {layer} or the norm behind it ({part})"]
 
-    def _undeclared(self, gemm_scopes: set[str]) -> list[str]:
-        """Matrix products and FP8 ops outside every declared linear and attention."""
+    def _undeclared(self, gemm_scopes: set[str], other_scopes: set[str]) -> list[str]:
+        """Matrix products and FP8 ops outside every declared linear and attention.
+
+        other_scopes: of operators that jetrl computes as well (norms, activation, rotary), but with no product.
+        """
         found = []
         for scope, records in self.by_scope.items():
             # A rotary table is made by an outer product, in FP32 on purpose.
             if scope in gemm_scopes or scope.endswith("rotary_emb"):
                 continue
-            ops = sorted({r.op for r in records if r.op.startswith("jetrl::") or _is_gemm(r)})
-            found += [f"{scope or 'outside every module'}: {op} ran, but no linear is declared there" for op in ops]
+            ops = {r.op for r in records if _is_gemm(r) or "gemm" in r.op}
+            if scope not in other_scopes:
+                ops |= {r.op for r in records if r.op.startswith("jetrl::")}
+            found += [
+                f"{scope or 'outside every module'}: {op} ran, but no linear is declared there" for op in sorted(ops)
+            ]
         return found
 
 
 def _formats(name: str, args: tuple) -> tuple[TensorFormat, ...]:
-    """What jetrl's ops made or read: quantizers say their format; a GEMM's weight format is read off its scales."""
-    if name in ("jetrl::quantize_tiles", "jetrl::quantize_blocks"):
-        granularity = "tile_1x128" if name.endswith("tiles") else "block_128x128"
-        return (TensorFormat("e4m3", granularity, args[1] if len(args) > 1 else "fp32"),)
-    if name == "jetrl::gemm_nt":
-        b, scale = args[2], args[3]
-        granularity = "tile_1x128" if scale.shape[0] == b.shape[0] else "block_128x128"
-        mantissa = (scale.view(torch.int32) & 0x7FFFFF) if scale.device.type != "meta" else None
-        pow2 = mantissa is not None and not bool((mantissa != 0).any())
-        return (TensorFormat("e4m3", granularity, "pow2" if pow2 else "fp32"),)
-    return ()
+    """Formats of x and of the weight that jetrl's GEMM read."""
+    if name != "jetrl::gemm_nt":
+        return ()
+    return _scaled(*args[0:2]), _scaled(*args[2:4])
+
+
+def _scaled(codes: torch.Tensor, scale: torch.Tensor) -> TensorFormat:
+    """Granularity from the scales' shape; pow2 where no scale has a mantissa (a fluke with FP32 scales: 2**-23 each)."""
+    granularity = "tile_1x128" if scale.shape[0] == codes.shape[0] else "block_128x128"
+    pow2 = scale.device.type != "meta" and not bool((scale.view(torch.int32) & 0x7FFFFF).any())
+    return TensorFormat("e4m3", granularity, "pow2" if pow2 else "fp32")
+
+
+def _adds(record: Executed) -> bool:
+    """A fused norm's tensors are x, residual and weight; without a residual there are two."""
+    return "add" in record.op or (record.op.startswith("jetrl::rms_norm") and len(record.dtypes) == 3)
 
 
 def _is_gemm(record: Executed) -> bool:

@@ -36,4 +36,6 @@ def test_a_qwen3_8b_layer_executes_the_declared_graph(name):
             model(torch.arange(tokens, device="cuda").unsqueeze(0))
         assert probe.differences(graph) == []
         gemms = sum(record.op == "jetrl::gemm_nt" for record in probe.records)
-        assert gemms == len(graph.fp8_linear_names()) == {"bf16": 0, "fp8": 7}.get(name, 6)
+        # A fused layer multiplies for q, k, v at once, and for gate and up; a layer with one linear in BF16 is not fused.
+        assert gemms == {"bf16": 0, "fp8": 4}.get(name, 6)
+        assert len(graph.fp8_linear_names()) == {"bf16": 0, "fp8": 7}.get(name, 6)
