@@ -12,6 +12,7 @@ all weight bytes after each, and the device memory in use.
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import statistics
@@ -147,11 +148,19 @@ def measure_cycles(arguments: argparse.Namespace) -> list[dict]:
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     for i in range(arguments.cycles):
+        stamps = [time.perf_counter()]
         llm.sleep(level=1 + i // 2 % 2)
+        stamps.append(time.perf_counter())
         llm.wake_up(tags=["weights"])
+        stamps.append(time.perf_counter())
         refit(llm, weights, ("bf16", "fp8")[i % 2])
+        stamps.append(time.perf_counter())
         hashes.add(llm.collective_rpc(_hash)[0])
         llm.wake_up(tags=["kv_cache"])
+        stamps.append(time.perf_counter())
+        if i % 20 < 4:
+            parts = [f"{b - a:.3f}" for a, b in itertools.pairwise(stamps)]
+            print(f"cycle {i}: sleep, wake, refit, hash + wake took {' '.join(parts)} s", flush=True)
         if i % 10 < 2:
             out = llm.generate([{"prompt_token_ids": list(range(100, 164))}], params, use_tqdm=False)
             tokens.add(tuple(out[0].outputs[0].token_ids))
@@ -186,15 +195,16 @@ def main() -> None:
     children = ([] if arguments.skip_speed else ["bf16", "jetrl"]) + (["cycles"] if arguments.cycles else [])
     for child in children:
         command = [sys.executable, __file__, *sys.argv[1:], "--child", child]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-        found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if found:
-            results["cycles" if child == "cycles" else "speed"] += json.loads(found[0].removeprefix("RESULT "))
-        else:
-            print(f"{child}: ended with exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
-    for rows in results.values():
-        if rows:
-            print_table(rows)
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for line in running.stdout:
+            if line.startswith("RESULT "):
+                rows = json.loads(line.removeprefix("RESULT "))
+                results["cycles" if child == "cycles" else "speed"] += rows
+                print_table(rows)
+            elif line.startswith("cycle"):
+                print(line, end="", flush=True)
+        if running.wait() != 0:
+            print(f"{child}: ended with exit code {running.returncode}", flush=True)
     print(write_results(f"refit-{arguments.shape}", results["speed"], arguments.out, cycles=results["cycles"]))
 
 

@@ -61,18 +61,37 @@ def _requests(llm, name: str, count: int, tokens: int, max_tokens: int) -> None:
         llm.llm_engine.add_request(f"{name}-{i}", {"prompt_token_ids": ids}, params)
 
 
+def _watch(worker) -> None:
+    """In the worker: note when each step is handed to the GPU, and how many tokens of how many requests it computes."""
+    original, worker.stamps = worker.execute_model, []
+
+    def execute_model(scheduler_output):
+        counts = scheduler_output.num_scheduled_tokens.values()
+        worker.stamps.append((time.perf_counter(), sum(counts), len(counts)))
+        return original(scheduler_output)
+
+    worker.execute_model = execute_model
+
+
+def _stamps(worker) -> list[tuple[float, int, int]]:
+    taken, worker.stamps[:] = list(worker.stamps), []
+    return taken
+
+
 def decode(llm, sequences: int, context: int, steps: int) -> dict:
-    """ms per step, mean and median, over `steps` steps in which all sequences decode."""
+    """ms per step, mean and median, over `steps` steps in which all sequences decode.
+
+    Taken in the engine's worker, which runs at most two steps ahead of the GPU: the process in front, which this script
+    is and which turns tokens into outputs, may fall behind without slowing the engine.
+    """
+    llm.collective_rpc(_stamps)
     _requests(llm, "decode", sequences, context, steps + 12)
-    stamps, tokens = [], 0
     while llm.llm_engine.has_unfinished_requests():
-        outputs = llm.llm_engine.step()
-        tokens += sum(len(o.outputs[0].token_ids) for o in outputs)
-        if len(outputs) == sequences:
-            stamps.append(time.perf_counter())
-    stamps = stamps[4 : 4 + steps + 1]
-    if len(stamps) != steps + 1 or tokens != sequences * (steps + 12):
-        raise RuntimeError(f"{len(stamps)} whole steps and {tokens} tokens of {sequences} x {steps + 12}")
+        llm.llm_engine.step()
+    whole = [t for t, tokens, requests in llm.collective_rpc(_stamps)[0] if tokens == requests == sequences]
+    stamps = whole[6 : 6 + steps + 1]
+    if len(stamps) != steps + 1:
+        raise RuntimeError(f"{len(whole)} whole steps of {sequences} sequences, {steps + 12} expected")
     each = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
     return {"ms": (stamps[-1] - stamps[0]) / steps * 1e3, "median_ms": statistics.median(each)}
 
@@ -119,20 +138,24 @@ def run_engine(arguments: argparse.Namespace) -> dict:
 
     folder = write_config(Path(tempfile.mkdtemp()), arguments.shape, arguments.layers)
     limits = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE}} if not arguments.all_graphs else {}
+    if arguments.eager:
+        limits = {}
     start = time.perf_counter()
     llm = build(
         engine, folder, max_model_len=max(*arguments.contexts, PREFILL[1]) + arguments.steps + 64,
         max_num_seqs=max(arguments.sequences), enable_prefix_caching=False, gpu_memory_utilization=0.92,
         kv_transfer_config=TRANSFER, enforce_eager=arguments.eager, tensor_parallel_size=arguments.tensor_parallel,
-        seed=0, **({} if arguments.eager else limits),
+        seed=0, **limits,
     )  # fmt: skip
     result = {"engine": engine, "start_s": time.perf_counter() - start, "memory": worker_memory(llm), "cells": []}
+    llm.collective_rpc(_watch)
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size
     for context, sequences in itertools.product(arguments.contexts, arguments.sequences):
         if sequences * (context + arguments.steps + 32) > room:
             continue
-        decode(llm, sequences, context, 8)  # first calls of shapes compile
+        if not result["cells"]:
+            decode(llm, sequences, context, 8)
         cell = {"context": context, "sequences": sequences, **decode(llm, sequences, context, arguments.steps)}
         cell["bytes"] = step_bytes(config, engine, sequences, context + arguments.steps // 2)
         result["cells"].append(cell)

@@ -30,6 +30,10 @@ ENGINES = {
     # A checkpoint in 128x128 blocks, which is also what VeRL's rollout.quantization=fp8 makes vLLM believe it has.
     "vllm_fp8": {"hf_overrides": {"quantization_config": _BLOCK_FP8}},
     "jetrl": {"quantization": "jetrl"},
+    "jetrl_1split": {
+        "quantization": "jetrl",
+        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    },
     "jetrl_fp8_rollout": {"quantization": "jetrl", "additional_config": {"jetrl_flow": "fp8_rollout"}},
 }
 # For the two engines that do not know of them. The first is a matter of numerics, the others of what is installed.
