@@ -27,7 +27,8 @@ from jetrl.verification.points import EMBEDDING, FINAL_NORM, LM_HEAD, PointRows
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _LINEARS = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)")
 _LAYER = re.compile(r"model\.layers\.(\d+)")
-Tiles = tuple[torch.Tensor, torch.Tensor]
+# What a fused layer names its call of transformers' attention interface, which is watched there.
+ATTENTION = ("self_attn",)
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,9 @@ class TrainerObserver:
             self._attention[name] = stock = ALL_ATTENTION_FUNCTIONS[name]
             ALL_ATTENTION_FUNCTIONS[name] = self._watched_attention(stock)
         trace.listen(self._fused)
-        self._fused.__enter__()
         return self
 
     def __exit__(self, *exc) -> None:
-        self._fused.__exit__(*exc)
         trace.listen(None)
         for name, stock in self._attention.items():
             ALL_ATTENTION_FUNCTIONS[name] = stock
@@ -190,7 +189,10 @@ def residual_before(norm: str) -> str | None:
 
 
 class _FusedSteps(TorchDispatchMode):
-    """Listens to a fused layer: between enter and leave, the jetrl ops that run are these children's work."""
+    """Listens to a fused layer: between enter and leave, the jetrl ops that run are these children's work.
+
+    As a dispatch mode it is active only meanwhile, and not in attention: FA3's operator cannot be called under one.
+    """
 
     def __init__(self, observer: TrainerObserver, mutation) -> None:
         super().__init__()
@@ -201,10 +203,14 @@ class _FusedSteps(TorchDispatchMode):
     def enter(self, names: tuple[str, ...]) -> None:
         self._names.append(names)
         self._ran.append([])
+        if names != ATTENTION:
+            TorchDispatchMode.__enter__(self)
 
     def leave(self) -> None:
         # Only now: a bias is added to a GEMM's output in place.
         names, ran = self._names.pop(), self._ran.pop()
+        if names != ATTENTION:
+            TorchDispatchMode.__exit__(self, None, None, None)
         for op, args, out in ran:
             self._see(names, op, args, out)
 

@@ -1,0 +1,43 @@
+"""The whole command on the embedded model: real vLLM, the real trainer engine, each in its process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def verify(folder, *words: str) -> tuple[int, dict, str]:
+    out = folder / "result.json"
+    command = [sys.executable, "-m", "jetrl.verify", f"run.dir={folder}", "--json", str(out), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert out.is_file(), done.stdout + done.stderr
+    return done.returncode, json.loads(out.read_text()), done.stdout
+
+
+def test_unified_fp8_shares_every_operator_but_attention_and_each_mutation_is_named(tmp_path):
+    """VeRL-CPU attends with SDPA and vLLM-CPU with its own kernel, and VeRL takes BF16 logits' log-softmax in BF16."""
+    code, result, said = verify(
+        tmp_path, "precision=unified_fp8", "--sequences", "6", "--lengths", "24,9,40", "--prompt-lengths", "30,7",
+        "--kv-cache-tokens", "256", "actor_rollout_ref.rollout.max_num_seqs=3", "--mutations",
+    )  # fmt: skip
+    assert code == 0, said
+    assert result["mismatch"]["all"]["tokens"] == 2 * (24 + 9 + 40)
+    assert result["engine"]["largest_batch"] == 3 and result["engine"]["preemptions"] >= 0
+    own = {e["operator"] for e in result["operators"] if e["own"]["differing"]}
+    assert own <= {"model.layers.0.self_attn", "model.layers.1.self_attn", "log_softmax"}
+    seen = [e for e in result["operators"] if e["seen"]["rows"]]
+    assert len(seen) >= 30
+    assert any(e["seen"]["rows"] > 2 and e["point"] == "lm_head" for e in seen)
+    assert [m["found"] for m in result["mutations"]] == [True] * 4, result["mutations"]
+
+
+def test_a_bound_that_fp8_rollout_exceeds_is_exit_code_1(tmp_path):
+    """A stock BF16 trainer under an FP8 rollout: 3 % a product is no 1e-6. The linear layers are named."""
+    words = ("precision=fp8_rollout", "--sequences", "2", "--lengths", "24", "--max-kl", "1e-6")
+    code, result, said = verify(tmp_path, *words)
+    assert code == 1 and "is above --max-kl 1e-06" in said
+    own = {e["operator"] for e in result["operators"] if e["own"]["differing"]}
+    assert {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)} <= own
