@@ -10,18 +10,43 @@ import torch
 if TYPE_CHECKING:
     from vllm import LLM
 
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
-    "head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False, "eos_token_id": 151645,
+_COMMON = {
+    "dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "max_position_embeddings": 40960, "head_dim": 128, "num_key_value_heads": 8,
 }  # fmt: skip
+_QWEN3 = _COMMON | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "rope_theta": 1e6,
+    "attention_bias": False, "eos_token_id": 151645,
+}  # fmt: skip
+_QWEN2 = _QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_LLAMA = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, **more) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return sizes | {"num_attention_heads": heads} | more
+
+
 SHAPES = {
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-                   "tie_word_embeddings": True},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
-}  # fmt: skip
+    "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32),
+    "qwen3-14b": _QWEN3 | _sizes(5120, 17408, 40, 40),
+    "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),
+    "qwen2.5-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, num_key_value_heads=4),
+    "llama3.1-8b": _LLAMA | _sizes(4096, 14336, 32, 32, rope_scaling=_LLAMA31_ROPE),
+    # 576 wide, and heads of 64: neither is a multiple of 128.
+    "smollm2-135m": _LLAMA
+    | _sizes(576, 1536, 30, 9, vocab_size=49152, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True),
+}
 _BLOCK_FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
 }  # fmt: skip
@@ -45,8 +70,7 @@ _ENVIRONMENT = {
 
 
 def config_of(shape: str, layers: int | None = None) -> dict:
-    config = _QWEN3 | SHAPES[shape]
-    return config | ({"num_hidden_layers": layers} if layers else {})
+    return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
 
 
 def write_config(folder: Path, shape: str, layers: int | None = None) -> Path:
