@@ -12,8 +12,11 @@ The decoded accuracy is printed at the end for comparison. No validation questio
 """
 
 import argparse
+import copy
 import itertools
 import json
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -160,11 +163,18 @@ def warm_up(model, tokenizer, problems: Iterator[Problem], probe: list[Problem],
             flush=True,
         )
         slow = SLOW_FACTOR if sampled >= SLOW_FROM else slow
-        if sampled >= args.target:
-            return {"steps": step, "seconds": seconds}
+        if sampled >= args.target or (args.seconds is not None and seconds >= args.seconds):
+            return {"steps": step, "seconds": seconds, "reached": sampled >= args.target}
     raise SystemExit(
         f"after {args.max_steps} steps the sampled accuracy is still below --target {args.target}; raise --max-steps"
     )
+
+
+def replace_weights(model: Qwen3ForCausalLM, out: Path) -> None:
+    """The weights file alone, in one move: jobs are already reading the folder's other files."""
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        model.save_pretrained(temporary)
+        os.replace(Path(temporary) / "model.safetensors", out / "model.safetensors")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -182,6 +192,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="chains a step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--max-steps", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, help="stop then, below the target too; reached says so")
+    parser.add_argument(
+        "--early",
+        action="store_true",
+        help="write the folder untrained before the first step: a job that needs a minute to start can start beside this",
+    )
     parser.add_argument("--decode", type=int, default=64, help="validation questions to decode at the end; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
@@ -199,6 +215,8 @@ def main(argv: list[str] | None = None) -> dict:
     longest = args.length + 256  # the job's prompts have at most 192 tokens (configs/data/chain.yaml)
     tokenizer = load_tokenizer(longest)
     model = make_model(tokenizer, SIZES[args.size], longest, args.seed).to(args.device)
+    if args.early:
+        save(copy.deepcopy(model).to("cpu", torch.bfloat16), tokenizer, args.out)
     reached = warm_up(model, tokenizer, stream, validation, args)
 
     model = model.to(torch.bfloat16)
@@ -206,7 +224,10 @@ def main(argv: list[str] | None = None) -> dict:
     if sampled > HIGHEST_START:
         raise SystemExit(f"sampled accuracy {sampled:.3f} is above {HIGHEST_START}; lower --target or --lr")
     decoded = decoded_accuracy(model, tokenizer, validation[: args.decode], args.length) if args.decode else None
-    save(model, tokenizer, args.out)
+    if args.early:
+        replace_weights(model, args.out)
+    else:
+        save(model, tokenizer, args.out)
     reached |= {"seed": args.seed, "size": args.size, "parameters": model.num_parameters(), "length": args.length}
     reached |= {
         "greedy": greedy,

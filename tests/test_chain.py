@@ -107,9 +107,9 @@ def test_the_warm_up_script_writes_a_model_that_opens_and_is_as_good_as_it_says(
     script = Path(__file__).parents[1] / "scripts" / "warm_up_model.py"
     words = ["--size", "tiny", "--length", "64", "--batch", "8", "--target", "0", "--decode", "4", "--device", "cpu"]
     ends = []
-    for name in ("a", "b"):
+    for name, early in (("a", []), ("b", ["--early"])):
         done = subprocess.run(
-            [sys.executable, str(script), *words, "--out", str(tmp_path / name)],
+            [sys.executable, str(script), *words, *early, "--out", str(tmp_path / name)],
             capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         ends.append(json.loads(done.stdout.splitlines()[-1]))
