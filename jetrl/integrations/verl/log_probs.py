@@ -35,11 +35,12 @@ class SharedLogProbs:
         logits = output.logits.squeeze(0)
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
+        tokenizer = self.model_config.tokenizer  # None with model.load_tokenizer=false
         log_probs = token_logprobs(
             logits,
             output_args["input_ids_rmpad_rolled"],
             output_args["temperature_rmpad"].to(torch.float32).clamp(min=SMALLEST_TEMPERATURE),
-            min(len(self.model_config.tokenizer), logits.shape[-1]),
+            logits.shape[-1] if tokenizer is None else min(len(tokenizer), logits.shape[-1]),
         )
         result = self._without_log_probs(output, output_args, micro_batch, logits_processor_func)
         log_probs = self._gather_and_unpad_packed(log_probs, output_args["pad_size"])
