@@ -4,7 +4,7 @@ import pytest
 import torch
 from checkpoints_for_tests import ARCHITECTURES, build_model, save_checkpoint
 
-from jetrl.errors import JobError
+from jetrl.errors import JobError, UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
 
 # Importing vLLM takes half a minute here, and it inspects every architecture in a process of its own.
@@ -152,6 +152,17 @@ def test_what_a_broken_off_sync_brought_does_not_count_for_the_next(vllm_model):
     model.load_weights(items)  # the sender died before the last message
     with pytest.raises(JobError, match=f"{K1} was not received"):
         sync(model, config, without(items, f"{K1}.weight"))
+
+
+def test_a_worker_without_the_plug_in_does_not_start(vllm_model, monkeypatch):
+    """Its quantization class still arrives, pickled inside vLLM's configuration, so vLLM itself would not notice."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    vllm_model("qwen3")  # vLLM loads plug-ins once per process
+    for name in ("RMSNorm", "SiluAndMul", "RotaryEmbedding", "Llama3RotaryEmbedding"):
+        monkeypatch.delitem(op_registry_oot, name)
+    with pytest.raises(UserError, match="plug-in was not loaded in this worker"):
+        vllm_model("qwen3")
 
 
 def test_dummy_weights_are_quantized_noise(vllm_model):

@@ -129,13 +129,18 @@ def register() -> None:
 
 
 def check_registered() -> None:
-    """Raises UserError where another vLLM plug-in has replaced a layer that a unified flow shares with the trainer."""
+    """Raises UserError where a layer that a unified flow shares with the trainer is not jetrl's in this process."""
     for name, replacement in _REPLACED.items():
         found = op_registry_oot.get(name)
-        if found is not replacement:
-            owner = f"{found.__module__}.{found.__qualname__}" if found else "nothing"
+        if found is None:
             raise UserError(
-                f"vLLM's {name} is replaced by {owner}, not by jetrl; remove that plug-in, or set VLLM_PLUGINS to jetrl's alone"
+                f"jetrl's vLLM plug-in was not loaded in this worker (nothing replaces {name}); install jetrl on every node "
+                f"and leave VLLM_PLUGINS unset, or add jetrl to it"
+            )
+        if found is not replacement:
+            raise UserError(
+                f"vLLM's {name} is replaced by {found.__module__}.{found.__qualname__}, not by jetrl; remove that plug-in, "
+                f"or set VLLM_PLUGINS=jetrl"
             )
 
 
