@@ -13,10 +13,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from jetrl.calibration import WIRE_KEY, CalibratedClip
+from jetrl.convert import stock_forward
 from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl.calibrated_clip import CALIBRATION, HIGH_GRID, LOW_GRID, fit, tail_counts
 from jetrl.precision.build_hf import build_training_graph
-from jetrl.shadow import stock_forward
 
 
 class ShadowPass:
@@ -81,7 +81,7 @@ class ShadowPass:
     def _log_probs(self, sample: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
         """(in the flow, in its shadow) of the sample's response tokens, 1-D float32."""
         flow = self._response_log_probs(sample)
-        with stock_forward(self.module):
+        with torch.no_grad(), stock_forward(self.module):
             return flow, self._response_log_probs(sample)
 
     def _response_log_probs(self, sample: TensorDict) -> torch.Tensor:
