@@ -32,11 +32,16 @@ def _run(argv: list[str]) -> int:
     if options.backends:
         print("\n".join(backend_lines()))
         return 0
+    from jetrl.launch import exact
     from jetrl.precision.check_job import check_job
     from jetrl.precision.job import read_job
 
     verl = bool(words) and words[0] == "verl"
-    result = check_job(read_job(compose_verl(words[1:]) if verl else compose_jetrl(words)))
+    cfg = compose_verl(words[1:]) if verl else compose_jetrl(words)
+    job = read_job(cfg)
+    if job.train.exact or job.rollout.exact:
+        exact.check(cfg, job.flow)
+    result = check_job(job)
     title = f"{result.job.model_path}: {result.job.flow}"
     if options.svg or options.html:
         from jetrl.precision.render_svg import draw_layer

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from jetrl.calibration import apply_calibration
 from jetrl.data.models import resolve_model_path
 from jetrl.errors import UserError
-from jetrl.launch import wiring
+from jetrl.launch import exact, wiring
 from jetrl.launch.args import GROUPS, CommandLine, check_choices, default_hardware
 from jetrl.launch.config import check_nodes, check_numbers, resume_choice, run_config
 from jetrl.launch.errors_map import check_grammar, explain
@@ -35,9 +35,14 @@ def compose_job(
     UserError.
     """
     choices = dict(line.choices)
+    automatic = choices.get("precision") == exact.AUTO
+    if automatic:
+        choices["precision"] = exact.EXACT
     check_choices(choices)
     choices.setdefault("hardware", default_hardware())
     cfg = _hydra(CommandLine(choices=choices, overrides=line.overrides))
+    if automatic and (chosen := exact.resolve_auto(cfg)) != exact.EXACT:
+        cfg = _hydra(CommandLine(choices=choices | {"precision": chosen}, overrides=line.overrides))
     try:
         _fill(cfg, name_suffix, root, resolve_model, chosen=tuple(line.choices))
         OmegaConf.to_container(cfg, resolve=True)

@@ -22,7 +22,7 @@ from jetrl.data import TaskConfig, check_columns
 from jetrl.data.models import REMOTE
 from jetrl.data.sources import local_files
 from jetrl.errors import JobError, UserError
-from jetrl.launch import model_files, verl_schema
+from jetrl.launch import exact, model_files, verl_schema
 from jetrl.launch.checkpoints import why_not_whole
 from jetrl.launch.config import run_config, steps_per_epoch
 from jetrl.precision.flow import DEFAULT_FLOW, Flow, flow_from_dict, load_flow
@@ -48,6 +48,7 @@ def check(cfg: DictConfig) -> None:
     _check_data(cfg)
     _check_verl_accepts(cfg)
     _check_devices(cfg)
+    _check_exact_machine(cfg)
     _check_output(cfg)
     _check_same_run(cfg)
     _check_resume_folder(cfg)
@@ -61,8 +62,16 @@ def check_verl_config(cfg: DictConfig) -> None:
     _check_engines(cfg)
     _check_unsupported(cfg)
     _check_quantization(cfg, flow)
+    if flow.train.exact or flow.rollout.exact:
+        exact.check(cfg, flow.name)
     _check_plugin(cfg, flow)
     _check_model(cfg, flow)
+
+
+def _check_exact_machine(cfg: DictConfig) -> None:
+    flow = load_flow(cfg.actor_rollout_ref.model.override_config.jetrl_flow)
+    if flow.train.exact or flow.rollout.exact:
+        exact.check_machine(cfg, flow.name)
 
 
 def _check_unified(cfg: DictConfig) -> None:

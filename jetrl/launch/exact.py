@@ -1,0 +1,91 @@
+"""Where an exact flow cannot hold: the operator that would differ and the key to change, before anything starts."""
+
+import sys
+
+from omegaconf import DictConfig, OmegaConf
+
+from jetrl.errors import UserError
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+
+# (operator, key, values that keep its bits, what another value does, what to set). None stands for a key that is not there.
+_RULES = (
+    ("o_proj and down_proj", f"{_ROLLOUT}.tensor_model_parallel_size", (None, 1), "adds shards in another order", "1"),
+    ("log_softmax", f"{_ROLLOUT}.top_p", (None, 1, 1.0), "samples from a cut distribution", "1.0"),
+    ("log_softmax", f"{_ROLLOUT}.top_k", (None, -1, 0), "samples from a cut distribution", "-1"),
+    ("log_softmax", f"{_ROLLOUT}.min_p", (None, 0, 0.0), "samples from a cut distribution", "0"),
+    ("log_softmax", f"{_ROLLOUT}.repetition_penalty", (None, 1, 1.0), "changes the logits", "1.0"),
+    ("log_softmax", f"{_ROLLOUT}.presence_penalty", (None, 0, 0.0), "changes the logits", "0"),
+    ("log_softmax", f"{_ROLLOUT}.frequency_penalty", (None, 0, 0.0), "changes the logits", "0"),
+    ("log_softmax", f"{_ROLLOUT}.calculate_log_probs", (True,), "gives no log-probabilities to compare", "true"),
+    ("log_softmax", f"{_ROLLOUT}.logprobs_mode", (None, "processed_logprobs"), "reports other logits", "processed_logprobs"),
+    ("log_softmax", f"{_MODEL}.use_fused_kernels", (None, False), "computes it in the trainer's lm_head kernel", "false"),
+    ("every operator", f"{_MODEL}.use_liger", (None, False), "replaces the trainer's kernels", "false"),
+    ("attention", f"{_MODEL}.use_remove_padding", (None, True), "pads sequences, which FA3 does not take", "true"),
+    ("attention", f"{_MODEL}.override_config.attn_implementation", (None, "jetrl_fa3"), "is another kernel", "jetrl_fa3"),
+    ("attention", f"{_ENGINE}.kv_cache_dtype", (None, "auto", "bfloat16"), "rounds keys and values", "auto"),
+    ("attention", f"{_ENGINE}.attention_backend", (None, "FLASH_ATTN"), "is another kernel", "FLASH_ATTN"),
+    ("attention", f"{_ENGINE}.attention_config", (None,), "may choose another kernel", "null"),
+    ("every operator", f"{_ENGINE}.speculative_config", (None,), "checks drafts in another batch form", "null"),
+    ("every operator", f"{_ROLLOUT}.dtype", ("bfloat16", "bf16", "auto"), "is another carrier", "bfloat16"),
+)  # fmt: skip
+_PER_ROLE = (
+    ("attention", "ulysses_sequence_parallel_size", (None, 1), "divides the heads over GPUs", "1"),
+    ("every operator", "fsdp_config.mixed_precision.param_dtype", (None, "bf16", "bfloat16"), "is another carrier", "bf16"),
+)  # fmt: skip
+
+
+def obstacle(cfg: DictConfig) -> str | None:
+    """What in a composed VeRL configuration stands against equal bits, as the end of a sentence; None for nothing."""
+    if OmegaConf.select(cfg, "trainer.device") == "cpu":
+        return "attention: vLLM's kernel for CPUs and torch's are different ones; choose a hardware= with a GPU"
+    rules = list(_RULES)
+    for role in ("actor", "ref"):
+        rules += [(op, f"actor_rollout_ref.{role}.{key}", *rest) for op, key, *rest in _PER_ROLE]
+        rules += [
+            (op, f"actor_rollout_ref.{role}.fsdp_config.{key}", *rest) for op, key, *rest in _PER_ROLE if "." not in key
+        ]
+    for operator, key, allowed, effect, fix in rules:
+        value = OmegaConf.select(cfg, key)
+        if value not in allowed:
+            return f"{operator}: {key}={value} {effect}; set it to {fix}"
+    return None
+
+
+def machine_obstacle(cfg: DictConfig) -> str | None:
+    """What this machine lacks, where the job runs on it alone (other nodes answer when their workers start)."""
+    if cfg.trainer.nnodes != 1:
+        return None
+    from jetrl.attention.choice import fa3_obstacle  # torch, and with a GPU vLLM
+
+    found = fa3_obstacle()
+    return None if found is None else f"attention: it needs vLLM's FA3 in both engines, and {found}"
+
+
+def check(cfg: DictConfig, flow_name: str) -> None:
+    """Refuse an exact flow that this configuration breaks. Raises UserError."""
+    found = obstacle(cfg)
+    if found:
+        raise UserError(f"precision={flow_name} cannot have equal bits in {found}, or use precision=unified_fp8")
+
+
+def check_machine(cfg: DictConfig, flow_name: str) -> None:
+    """Refuse an exact flow that this machine cannot run. Raises UserError."""
+    found = machine_obstacle(cfg)
+    if found:
+        raise UserError(f"precision={flow_name} cannot have equal bits in {found}; use precision=unified_fp8")
+
+
+AUTO = "auto"
+EXACT, OTHERWISE = "unified_exact", "unified_fp8"
+
+
+def resolve_auto(cfg: DictConfig) -> str:
+    """The flow for precision=auto, from the job composed with EXACT; says on stderr what was chosen and why."""
+    found = obstacle(cfg) or machine_obstacle(cfg)
+    chosen = EXACT if found is None else OTHERWISE
+    why = "every operator of the forward can have equal bits" if found is None else f"no equal bits in {found}"
+    print(f"jetrl: precision=auto: {chosen} ({why})", file=sys.stderr, flush=True)
+    return chosen
