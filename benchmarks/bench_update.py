@@ -19,6 +19,7 @@ below bf16's, the graph's activation bytes within 5 % of what is measured.
 import argparse
 import gc
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -60,6 +61,8 @@ class Weights:
         self.config._attn_implementation = self.choice.name
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+        # Liger replaces classes and functions in the model's own Python module, for every model built later.
+        self.stock = dict(vars(sys.modules[type(model).__module__]))
         generator = torch.Generator("cuda").manual_seed(0)
         self.parameters = {}
         for name, p in model.named_parameters():
@@ -69,6 +72,7 @@ class Weights:
     def model(self, layers: int) -> nn.Module:
         config = type(self.config).from_dict(self.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
         config._attn_implementation = self.choice.name
+        vars(sys.modules[self.stock["__name__"]]).update(self.stock)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         wanted = dict(model.named_parameters())
@@ -222,7 +226,13 @@ class Bench:
             before = torch.cuda.memory_allocated()
             loss = loss_of(model, data)
             measured = (torch.cuda.memory_allocated() - before) / TOKENS
-            row = {"what": "activations", "variant": variant, "layers": layers, "length": 2048, "bytes_per_token": measured}
+            row = {
+                "what": "activations",
+                "variant": variant,
+                "layers": layers,
+                "length": 2048,
+                "bytes_per_token": measured,
+            }
             if predicted:
                 row |= {"predicted": predicted, "predicted/measured": predicted / measured}
             self.add(row)
@@ -267,7 +277,10 @@ FAMILIES = (
     ("rotary, q/k norm", ("_rotary_kernel", "_head_kernel", "rope")),
     ("norm", ("_norm_kernel", "_norm_backward", "rms_norm")),
     ("activation", ("_silu_backward", "silu", "swiglu")),
-    ("quantization", ("_tiles_kernel", "_both_kernel", "_transposed_kernel", "_requantize", "_blocks_kernel", "_forward_kernel")),
+    (
+        "quantization",
+        ("_tiles_kernel", "_both_kernel", "_transposed_kernel", "_requantize", "_blocks_kernel", "_forward_kernel"),
+    ),
     ("reduction", ("reduce_kernel",)),
     ("copy", ("copy", "memcpy", "memset", "cat", "fill")),
 )

@@ -20,9 +20,11 @@ from torch import nn
 from jetrl.errors import UserError
 
 CHOICES = ("auto", "step", "micro_batch")
-# `auto` keeps copies that fit into this part of the memory which is free when the first one is made: activations, and in
-# the first step the optimizer's state, are still to come.
+# `auto` keeps copies that fit into this part of the memory which is free when the first one of a generation is made:
+# activations are still to come, and the copies live until the next one.
 AUTO_SHARE = 0.15
+# Before the first optimizer step its state is not allocated yet, and the free memory is not what it seems.
+FIRST_AUTO_GENERATION = 2
 
 _log = logging.getLogger("jetrl")
 _generation = 0
@@ -39,9 +41,9 @@ def weights_changed() -> None:
 
 class CachePolicy:
     """One model's choice: "step" (from one `weights_changed` to the next), "micro_batch" (codes are made in each pass) or
-    "auto", which becomes one of the two when the first copy could be kept.
+    "auto", which is one of the two for each generation, by the memory that is free when it begins.
 
-    `decided` is None until then. Raises UserError for another choice.
+    `decided` is the current one, None before any. Raises UserError for another choice.
     """
 
     def __init__(self, choice: str = "auto") -> None:
@@ -50,17 +52,22 @@ class CachePolicy:
         self.choice = choice
         self.decided: str | None = None if choice == "auto" else choice
         self.elements = 0
+        self._decided_for = 0
 
     def keeps(self, device: torch.device) -> bool:
         if _generation == 0:
             return False
-        if self.decided is None:
+        if self.choice == "auto" and self._decided_for != _generation:
+            before, self._decided_for = self.decided, _generation
             self.decided, why = self._decide(device)
-            _log.info("weight_cache=auto: %s (%s)", self.decided, why)
+            if self.decided != before:
+                _log.info("weight_cache=auto: %s (%s)", self.decided, why)
         return self.decided == "step"
 
     def _decide(self, device: torch.device) -> tuple[str, str]:
         size = 2 * self.elements
+        if _generation < FIRST_AUTO_GENERATION:
+            return "micro_batch", "before the first optimizer step"
         if device.type != "cuda":
             return "step", f"{size / 2**30:.2f} GiB of FP8 copies in host memory"
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -55,9 +55,7 @@ class _AttentionInputFunction(torch.autograd.Function):
             # Attention keeps v: as a view it would keep q and k from before the rotation as well.
             v, before = v.contiguous(), ()
         if keep:
-            ctx.save_for_backward(
-                hidden, norm_weight, rstd, cos, sin, qw, kw, vw, q_norm, k_norm, *before, *kept
-            )
+            ctx.save_for_backward(hidden, norm_weight, rstd, cos, sin, qw, kw, vw, q_norm, k_norm, *before, *kept)
             ctx.step, ctx.kept = step, len(kept)
             ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         return q_out, k_out, v, hidden.view_as(hidden)

@@ -103,4 +103,3 @@ def _gate_up_gradient(d_act: torch.Tensor, gate_up: torch.Tensor, projection: Pr
 def _unpadded(projection: Projection, y: torch.Tensor) -> torch.Tensor:
     (n,) = projection.sizes
     return y if y.shape[1] == n else y[:, :n].contiguous()
-

@@ -152,7 +152,12 @@ def swap_layer(layer: nn.Module, policy: CachePolicy) -> None:
     """Give `layer`, whose form recognise.py has checked and whose linears are Float8Linear, its fused forward."""
     stock = type(layer)
     if stock not in _classes:
-        members = {"stock_class": stock, "forward": fused_forward, "computes_stock": False, "__module__": stock.__module__}
+        members = {
+            "stock_class": stock,
+            "forward": fused_forward,
+            "computes_stock": False,
+            "__module__": stock.__module__,
+        }
         _classes[stock] = type(stock.__name__, (stock,), members)
     layer.__class__ = _classes[stock]
     layer.jetrl_steps = Steps.of(layer, policy)

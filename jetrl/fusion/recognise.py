@@ -95,7 +95,9 @@ def _compare(cls: type, config) -> str | None:
         tables = tuple(torch.cat((t, t), dim=-1) for t in (angle.cos(), angle.sin()))
         stock = layer(hidden, attention_mask=None, position_embeddings=tables)
         ours = _composition(layer, hidden, *tables)
-    if not isinstance(stock, torch.Tensor) or not torch.allclose(stock, ours, rtol=TOLERANCE, atol=TOLERANCE * stock.abs().max()):
+    if not isinstance(stock, torch.Tensor) or not torch.allclose(
+        stock, ours, rtol=TOLERANCE, atol=TOLERANCE * stock.abs().max()
+    ):
         return "a small layer of its class computes something else"
     return None
 

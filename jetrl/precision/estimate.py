@@ -127,6 +127,13 @@ def _width(graph: PrecisionGraph, edge: Edge) -> int:
         return operator.shape[1 if edge.tensor.endswith(" k") else 0] * operator.shape[2]
     if operator.kind == "attention":
         return operator.shape[0] * (1 if edge.tensor.endswith("lse") else operator.shape[2])
+    if (
+        operator.kind == "linear"
+        and graph.operator_by_name[edge.consumer].kind == "activation_backward"
+        and _is_fp8(graph, operator.name)
+    ):
+        # Part of a merged GEMM's output, in which every part begins at a multiple of a tile.
+        return -(-operator.shape[0] // TILE) * TILE
     if operator.kind in ("linear", "lm_head", "router", "activation"):
         return operator.shape[0]
     if operator.kind == "norm":
@@ -137,9 +144,16 @@ def _width(graph: PrecisionGraph, edge: Edge) -> int:
     return next(o.shape[1] for o in graph.operators if o.kind == "embedding")
 
 
+def _is_fp8(graph: PrecisionGraph, linear: str) -> bool:
+    return graph.edge_by_key[linear, "x"].format.granularity != "none"
+
+
 def _tensor_bytes(width: int, fmt: TensorFormat) -> int:
     if fmt.granularity == "none":
         return width * ELEMENT_BYTES[fmt.dtype]
+    if fmt.granularity == "tile_128x1":
+        # Padded along tokens, with one scale for 128 of them.
+        return width + -(-width * SCALE_BYTES // TILE)
     tiles = -(-width // TILE)
     return tiles * TILE + tiles * SCALE_BYTES
 

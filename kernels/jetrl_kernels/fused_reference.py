@@ -28,7 +28,11 @@ def qk_norm_rotary_backward(
     """The rotation turned back, rounded to the carrier as eager autograd does, then the norm of every head by itself."""
     parts, weights = [], []
     for turned, x, weight, rstd in zip(
-        rotary_reference.rotary(dq, dk, cos, sin, None, True), (q, k), (q_weight, k_weight), (q_rstd, k_rstd), strict=True
+        rotary_reference.rotary(dq, dk, cos, sin, None, True),
+        (q, k),
+        (q_weight, k_weight),
+        (q_rstd, k_rstd),
+        strict=True,
     ):
         rows = turned.reshape(-1, turned.shape[-1])
         dw = rows.new_empty(0, dtype=torch.float32)
