@@ -196,7 +196,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--early",
         action="store_true",
-        help="write the folder untrained before the first step: a job that needs a minute to start can start beside this",
+        help="write the folder untrained before the first step, unless it is there, and at the end the weights alone: a job "
+        "that needs minutes to start can start beside this",
     )
     parser.add_argument("--decode", type=int, default=64, help="validation questions to decode at the end; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -215,7 +216,7 @@ def main(argv: list[str] | None = None) -> dict:
     longest = args.length + 256  # the job's prompts have at most 192 tokens (configs/data/chain.yaml)
     tokenizer = load_tokenizer(longest)
     model = make_model(tokenizer, SIZES[args.size], longest, args.seed).to(args.device)
-    if args.early:
+    if args.early and not (args.out / "config.json").exists():
         save(copy.deepcopy(model).to("cpu", torch.bfloat16), tokenizer, args.out)
     reached = warm_up(model, tokenizer, stream, validation, args)
 
