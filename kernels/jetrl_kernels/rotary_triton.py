@@ -67,8 +67,9 @@ def _weigh(x, r, weight, inside, IS_BF16: tl.constexpr, INTERPRETED: tl.constexp
     return _round(_round(x * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
 
 
-# Not specialized on what varies with the token count: one binary serves every batch.
-@triton.jit(do_not_specialize=["q_token", "k_token"])
+# Strides are specialized (nothing else varies with the batch): unless the first pass is loaded in vectors, as the norm
+# kernel loads its rows, its sum has another order.
+@triton.jit
 def _rotary_kernel(
     q, k, q_out, k_out, q_weight, k_weight, q_rstd, k_rstd, cos, sin, positions, eps,
     q_heads, k_heads, size, half, q_token, q_head, k_token, k_head, stride_cos, stride_sin,
@@ -109,8 +110,16 @@ def _rotary_kernel(
             _rotate_head(x, y, weight, c, s, r, col, inside, half, size, NORM, REST, IS_BF16, INTERPRETED)
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where its heads do not all start at a multiple of 16 bytes though those of a contiguous x would."""
+    if x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:2]):
+        return x
+    return x.contiguous() if not x.is_contiguous() else (x.clone() if x.data_ptr() % 16 else x)
+
+
 def _launch(q, k, weights, eps, cos, sin, positions, inverse):
     check_rotary(q, k, cos, sin, positions)
+    q, k = _aligned(q), _aligned(k)
     (tokens, q_heads, size), k_heads, half = q.shape, k.shape[1], cos.shape[1]
     norm = weights is not None
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
