@@ -77,6 +77,7 @@ def test_mismatch_counts_bits_and_buckets_by_position_and_length():
     assert result["all"]["abs_logprob_diff_max"] == 0.5
     assert math.isclose(result["all"]["k3_kl"], (math.exp(0.5) - 1.5) / 25, rel_tol=1e-6)
     assert [(b["from"], b["to"], b["differing_tokens"]) for b in result["by_position"]] == [(0, 16, 1), (16, 20, 1)]
+    assert [(f["sequence"], f["position"]) for f in result["first_differing"]] == [(1, 0), (0, 17)]
     assert [(b["length"], b["tokens"], b["differing_tokens"]) for b in result["by_length"]] == [(5, 5, 1), (20, 20, 1)]
 
 
@@ -105,7 +106,9 @@ def test_an_exact_flow_fails_on_one_token_and_a_bound_on_its_kl():
     figures = {"tokens": 9, "differing_tokens": 1, "k3_kl": 0.25}
     flow = {"name": "mine", "train": {"exact": False}, "rollout": {"exact": False}}
     assert failures({"mismatch": {"all": figures}, "flow": flow}, Options()) == []
-    assert "0.25 is above --max-kl 0.1" in failures({"mismatch": {"all": figures}, "flow": flow}, Options(max_kl=0.1))[0]
+    assert (
+        "0.25 is above --max-kl 0.1" in failures({"mismatch": {"all": figures}, "flow": flow}, Options(max_kl=0.1))[0]
+    )
     nan = {**figures, "k3_kl": float("nan")}
     assert failures({"mismatch": {"all": nan}, "flow": flow}, Options(max_kl=0.1))
     exact = {"name": "mine", "train": {"exact": True}, "rollout": {"exact": True}}

@@ -6,13 +6,15 @@ from jetrl.metrics import mismatch_metrics
 
 # Output positions; the last bucket has no end.
 BUCKET_STARTS = (0, 16, 64, 256, 1024, 2048, 4096, 8192)
+SHOWN_TOKENS = 8
 
 
 def mismatch(rollout: list[torch.Tensor], trainer: list[torch.Tensor]) -> dict:
     """Each a list of (output length,) float32 log-probs, one tensor a sequence.
 
-    Returns {"all": figures, "by_position": [{"from", "to", **figures}], "by_length": [{"length", **figures}]}; a figures
-    dict has tokens, differing_tokens (their float32 bits differ), and those of jetrl.metrics without their prefix.
+    Returns {"all": figures, "by_position": [{"from", "to", **figures}], "by_length": [{"length", **figures}],
+    "first_differing": [{"sequence", "position", "rollout", "trainer"}], the first few}; a figures dict has tokens,
+    differing_tokens (their float32 bits differ), and those of jetrl.metrics without their prefix.
     """
     result = {"all": _figures(torch.cat(rollout), torch.cat(trainer)), "by_position": [], "by_length": []}
     for length in sorted({len(t) for t in rollout}):
@@ -27,12 +29,33 @@ def mismatch(rollout: list[torch.Tensor], trainer: list[torch.Tensor]) -> dict:
         mine = torch.cat([t[start:end] for t in trainer])
         theirs = torch.cat([t[start:end] for t in rollout])
         result["by_position"].append({"from": start, "to": min(end, longest), **_figures(theirs, mine)})
+    result["first_differing"] = _first_differing(rollout, trainer)
     return result
+
+
+def _first_differing(rollout: list[torch.Tensor], trainer: list[torch.Tensor]) -> list[dict]:
+    """By output position, then by sequence."""
+    found = []
+    for sequence, (theirs, mine) in enumerate(zip(rollout, trainer, strict=True)):
+        for position in torch.nonzero(_bits(theirs) != _bits(mine)).flatten().tolist()[:SHOWN_TOKENS]:
+            found.append(
+                {
+                    "sequence": sequence,
+                    "position": position,
+                    "rollout": theirs[position].item(),
+                    "trainer": mine[position].item(),
+                }
+            )
+    return sorted(found, key=lambda f: (f["position"], f["sequence"]))[:SHOWN_TOKENS]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.float().view(torch.int32)
 
 
 def _figures(rollout: torch.Tensor, trainer: torch.Tensor) -> dict:
     rollout, trainer = rollout.float(), trainer.float()
-    differing = (rollout.view(torch.int32) != trainer.view(torch.int32)).sum().item()
+    differing = (_bits(rollout) != _bits(trainer)).sum().item()
     metrics = mismatch_metrics(rollout[None], trainer[None], torch.ones_like(rollout[None]))
     return {
         "tokens": rollout.numel(),

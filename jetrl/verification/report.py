@@ -35,6 +35,11 @@ def report_lines(result: dict) -> list[str]:
         "",
         *_mismatch_table(result["mismatch"]),
     ]
+    if is_exact(result):
+        lines += [
+            f"sequence {f['sequence']}, output token {f['position']}: {f['rollout']!r} in the rollout, {f['trainer']!r} in the trainer"
+            for f in result["mismatch"]["first_differing"]
+        ]
     report = result.get("operators")
     if report:
         lines += ["", *_operator_lines(report, result)]
