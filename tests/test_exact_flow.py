@@ -207,3 +207,11 @@ def test_trainer_log_probs_are_those_of_the_shared_operator_masked_and_in_float3
     assert result.dtype == torch.float32 and torch.equal(result.values(), want)
     result.values().sum().backward()
     assert logits.grad[0, :9, :40].abs().sum() > 0 and not logits.grad[0, :, 40:].any()
+    padded = torch.zeros(2, 5, 64, dtype=torch.bfloat16)
+    padded[0], padded[1, :4] = logits[0, :5].detach(), logits[0, 5:9].detach()
+    from verl.utils import tensordict_utils as tu
+
+    tu.assign_non_tensor(batch, use_remove_padding=False)
+    args = {"input_ids_rmpad_rolled": ids[:9], "temperature": torch.full((2,), 0.7)}
+    result = Engine().prepare_model_outputs(SimpleNamespace(logits=padded), args, batch, None)["log_probs"]
+    assert torch.equal(result.values(), want)

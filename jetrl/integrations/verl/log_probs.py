@@ -26,25 +26,30 @@ class SharedLogProbs:
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         others = ("use_fused_kernels", "distillation_use_topk", "distillation_only")
-        if (
-            not (self.flow.unified and self.flow.train.linear == "fp8")
-            or not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
-            or any(tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in others)
+        if not (self.flow.unified and self.flow.train.linear == "fp8") or any(
+            tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in others
         ):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        logits = output.logits.squeeze(0)
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
+        logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+        offsets = micro_batch["input_ids"].offsets()
+        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+        if packed:
+            logits, temperature = logits.squeeze(0), output_args["temperature_rmpad"]
+        else:
+            lengths = offsets.diff()
+            logits = logits[torch.arange(logits.shape[1], device=logits.device) < lengths.unsqueeze(1)]
+            temperature = output_args["temperature"].repeat_interleave(lengths)
         tokenizer = self.model_config.tokenizer  # None with model.load_tokenizer=false
         log_probs = token_logprobs(
             logits,
             output_args["input_ids_rmpad_rolled"],
-            output_args["temperature_rmpad"].to(torch.float32).clamp(min=SMALLEST_TEMPERATURE),
+            temperature.to(torch.float32).clamp(min=SMALLEST_TEMPERATURE),
             logits.shape[-1] if tokenizer is None else min(len(tokenizer), logits.shape[-1]),
         )
         result = self._without_log_probs(output, output_args, micro_batch, logits_processor_func)
-        log_probs = self._gather_and_unpad_packed(log_probs, output_args["pad_size"])
-        result["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, micro_batch["input_ids"].offsets())
+        if packed:
+            log_probs = self._gather_and_unpad_packed(log_probs, output_args["pad_size"])
+        result["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
         return result
 
     def _without_log_probs(self, output, output_args, micro_batch, logits_processor_func) -> dict:
