@@ -9,10 +9,10 @@ Shapes of Qwen3-30B-A3B: 128 experts, 8192 tokens to 8 experts each, so 512 rows
 import argparse
 from pathlib import Path
 
-import jetrl_kernels.ops_grouped
+import jetrl_kernels.ops  # noqa: F401
 import torch
 from harness import input_sets, print_table, time_calls, write_results
-from jetrl_kernels import backends, gemm_grouped_triton
+from jetrl_kernels import gemm_grouped_triton
 
 EXPERTS, ROWS = 128, 65536
 SHAPES = ((1536, 2048), (2048, 768))
@@ -57,21 +57,6 @@ def measure(n: int, k: int, sizes: list[int]) -> list[dict]:
     dyt, xt = jetrl.quantize_tiles_transposed(dy, "fp32"), [jetrl.quantize_tiles_transposed(one, "fp32") for one in x]
     into = torch.zeros(EXPERTS, n, k, device="cuda")
     calls = {"op": [lambda q=q: jetrl.gemm_nt_grouped_k(*dyt, *q, sizes, into) for q in xt]}
-    if backends.current().gemm == "deepgemm":
-        on_device, spans = torch.tensor(sizes, dtype=torch.int32, device="cuda"), jetrl_kernels.ops_grouped.spans(sizes)
-
-        def one_launch(q):
-            """DeepGEMM's K-grouped kernel, which wants each expert's operand contiguous: packed first, and timed with that."""
-            packed = [
-                torch.cat([codes.view(torch.uint8)[:, start:end].reshape(-1) for _, start, end in spans]).view(
-                    codes.dtype
-                )
-                for codes in (dyt[0], q[0])
-            ]
-            operands = (packed[0], dyt[1]), (packed[1], q[1])
-            backends.deep_gemm().k_grouped_fp8_gemm_nt_contiguous(*operands, into, sizes, on_device, into)
-
-        calls["deepgemm k_grouped, packing"] = [lambda q=q: one_launch(q) for q in xt]
     baseline = [lambda one=one: torch._grouped_mm(dy.t(), one, ends) for one in x]
     return rows + _rows("wgrad", f"{n}x{k}", flops, baseline, calls)
 

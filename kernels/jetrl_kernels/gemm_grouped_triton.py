@@ -1,10 +1,11 @@
-"""Triton grouped GEMM over rows: the kernel of gemm_triton.py with the weight chosen by the group of a tile's first row."""
+"""Triton grouped GEMM over rows (gemm_triton.py's kernel with the weight chosen by the group of a tile's first row), and the
+reordering of codes that DeepGEMM's grouped weight gradient wants."""
 
 import torch
 import triton
 import triton.language as tl
 
-from jetrl_kernels.constants import ceil_div
+from jetrl_kernels.constants import TILE, ceil_div
 
 # 128 rows share a group, so tiles of 64 rows never span two.
 BLOCK_M, BLOCK_N = 64, 128
@@ -50,3 +51,26 @@ def gemm_nt_grouped_m(a, a_scale, b, b_scale, group_of_row, out: torch.Tensor) -
         b_scale.stride(0), b_scale.stride(1), out.stride(0),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUP=8, num_warps=4, num_stages=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _pack_kernel(words, out, first, count, rows, ROWS: tl.constexpr):
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    start, size = tl.load(first + tile).to(tl.int64), tl.load(count + tile).to(tl.int64)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    word = tl.arange(0, 32)[None, :]
+    value = tl.load(words + (row * tiles + tile) * 32 + word, mask=row < rows, other=0)
+    tl.store(out + (start * rows + row * size + (tile - start)) * 32 + word, value, mask=row < rows)
+
+
+def pack_groups(codes: torch.Tensor, first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """codes (rows, T) contiguous -> the same bytes, flat: for each group its (rows, tokens of the group), row-major.
+
+    first, count (T / 128) int32: of each tile of 128 tokens, the first tile and the number of tiles of its group.
+    """
+    rows, tiles = codes.shape[0], codes.shape[1] // TILE
+    out = torch.empty(codes.numel(), dtype=codes.dtype, device=codes.device)
+    _pack_kernel[(tiles, ceil_div(rows, 64))](
+        codes.view(torch.int32), out.view(torch.int32), first, count, rows, ROWS=64, num_warps=2
+    )
+    return out

@@ -28,6 +28,7 @@ Ops
   silu_mul_quantize_backward(grad, gate, up, format)     -> dgate, dup, dgate codes, scale, dup codes, scale
   gemm_nt(a, a_scale, b, b_scale, out_dtype)             -> (M, N): a (M, K) tiles; b (N, K) blocks or tiles
   gemm_nt_accumulate(a, a_scale, b, b_scale, out)        -> None: out (M, N) float32 += a b^T, both in tiles
+Grouped GEMMs: ops_grouped.py.
 `x` is (M, K) bfloat16 or float32; M, K and N need not be multiples of 128; M = 0 is allowed.
 """
 
@@ -349,5 +350,4 @@ _define(
 )
 
 
-from jetrl_kernels import ops_exact  # noqa: E402, F401  (its ops are declared with _define, so it comes last)
-from jetrl_kernels import ops_fused  # noqa: E402, F401
+from jetrl_kernels import ops_exact, ops_fused, ops_grouped  # noqa: E402, F401  (declared with _define: they come last)

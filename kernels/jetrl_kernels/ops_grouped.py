@@ -1,4 +1,4 @@
-"""Grouped GEMMs of mixture-of-experts layers as torch custom ops: importing this module registers them beside ops.py's.
+"""Grouped GEMMs of mixture-of-experts layers as torch custom ops, registered with ops.py's.
 
 Tokens are sorted by expert and every expert's share is padded to a multiple of 128 rows with rows of zeros, so that no tile
 of the quantizers and of the GEMMs spans two experts. Padding belongs to its expert: zero codes give zero rows and add nothing

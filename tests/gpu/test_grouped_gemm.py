@@ -1,6 +1,6 @@
 """Grouped GEMMs on the GPU: every group has the bits of the plain op on that group, DeepGEMM's and Triton's alike."""
 
-import jetrl_kernels.ops_grouped  # noqa: F401
+import jetrl_kernels.ops  # noqa: F401
 import pytest
 import torch
 from jetrl_kernels import gemm_grouped_triton, gemm_triton

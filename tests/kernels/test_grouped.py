@@ -1,6 +1,6 @@
 """Grouped GEMMs on a CPU: each group has the bits of the plain op on that group alone; declarations; refusals."""
 
-import jetrl_kernels.ops_grouped  # noqa: F401
+import jetrl_kernels.ops  # noqa: F401
 import pytest
 import torch
 
