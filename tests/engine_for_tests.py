@@ -11,7 +11,17 @@ def start_process_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def build_engine(model_folder: Path, forward_only: bool = False, masters: str = "bf16", packed: bool = False, **override):
+def build_engine(
+    model_folder: Path,
+    strategy: str = "fsdp2",
+    masters: str = "bf16",
+    packed: bool = False,
+    gradient_checkpointing: bool = False,
+    sequence_parallel: int = 1,
+    param_offload: bool = False,
+    optimizer_offload: bool = False,
+    **override,
+):
     """An initialized JetFSDPEngine. override: keys of model.override_config."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -22,10 +32,17 @@ def build_engine(model_folder: Path, forward_only: bool = False, masters: str = 
         path=str(model_folder),
         load_tokenizer=False,
         override_config=override,
-        enable_gradient_checkpointing=False,
+        enable_gradient_checkpointing=gradient_checkpointing,
         use_remove_padding=packed,
     )
-    engine = FSDPEngineConfig(strategy="fsdp2", model_dtype=masters, use_torch_compile=False, forward_only=forward_only)
+    engine = FSDPEngineConfig(
+        strategy=strategy,
+        model_dtype=masters,
+        use_torch_compile=False,
+        ulysses_sequence_parallel_size=sequence_parallel,
+        param_offload=param_offload,
+        optimizer_offload=optimizer_offload,
+    )
     stochastic = dict(optimizer_impl="jetrl.optimizer", optimizer="StochasticAdamW") if masters == "bf16" else {}
     optimizer = FSDPOptimizerConfig(lr=1e-4, total_training_steps=10, **stochastic)
     contents = ["model", "optimizer", "extra"]
@@ -35,12 +52,14 @@ def build_engine(model_folder: Path, forward_only: bool = False, masters: str = 
     return made
 
 
-def batch(vocabulary: int, seed: int = 0, sequences: int = 8, micro_batch: int = 2):
+def batch(
+    vocabulary: int, seed: int = 0, sequences: int = 8, micro_batch: int = 2, longest: int = 20, packed: bool = False
+):
     """A batch as VeRL's trainer hands it to an engine: nested token ids, positions, and a mask of what counts."""
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, 20, (sequences,), generator=generator).tolist()
+    lengths = torch.randint(5, longest, (sequences,), generator=generator).tolist()
     rows = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
     def nested(values):
@@ -59,7 +78,7 @@ def batch(vocabulary: int, seed: int = 0, sequences: int = 8, micro_batch: int =
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=micro_batch,
         temperature=1.0,
-        use_remove_padding=False,
+        use_remove_padding=packed,
         calculate_entropy=False,
     )
     return data

@@ -1,0 +1,230 @@
+"""The real engine on one and two GPUs, without Ray: strategies, offloading, checkpointing, Ulysses, resume, weight sync.
+
+    python tests/gpu/engine_cases.py OUT.json        (uses every visible GPU)
+
+Each case runs in every rank of one process group and returns plain figures; `check` says what must hold of them.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+UPDATES = 3
+VOCABULARY = 2048
+
+
+def save_model(folder: Path) -> None:
+    """Random weights, four layers of a small Qwen3."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def run(
+    folder: str, updates: int = UPDATES, deterministic: bool = False, sequence_parallel: int = 1, **options
+) -> dict:
+    """Losses, gradient norms and a digest of the weights after `updates` updates of four micro-batches each."""
+    from engine_for_tests import batch, build_engine, mean_log_prob_loss
+
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.manual_seed(7)
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    engine = build_engine(Path(folder), packed=True, sequence_parallel=sequence_parallel, **options)
+    built = time.perf_counter() - began
+    losses, norms, seconds = [], [], []
+    share = dist.get_rank() // sequence_parallel  # the ranks of one sequence-parallel group see the same data
+    for step in range(updates):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with engine.train_mode():
+            data = batch(VOCABULARY, 100 * share + step, sequences=8, micro_batch=2, longest=400, packed=True)
+            out = engine.train_batch(data, mean_log_prob_loss)
+        torch.cuda.synchronize()
+        seconds.append(round(time.perf_counter() - began, 3))
+        losses.append(sum(out["loss"]))
+        norms.append(out["metrics"]["grad_norm"])
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "build_seconds": round(built, 1),
+        "update_seconds": seconds,
+        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "attention": engine.model_config.hf_config._attn_implementation,
+        "weights": digest(engine),
+    }
+
+
+def digest(engine) -> list[float]:
+    """Sum and sum of squares of every whole weight, in FP64: equal for equal bits, and almost surely only for those."""
+    from torch.distributed.tensor import DTensor
+
+    values = []
+    for _, tensor in whole_weights(engine):
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        t = tensor.double()
+        values += [t.sum().item(), (t * t).sum().item()]
+    return values
+
+
+def whole_weights(engine):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    return FSDPEngine.get_per_tensor_param(engine)[0]
+
+
+def resume(folder: str, **options) -> dict:
+    """Update, save, update; another engine loads and makes the same second update. Deterministic attention backward."""
+    from engine_for_tests import batch, build_engine, mean_log_prob_loss
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def update(engine, seed):
+        with engine.train_mode():
+            data = batch(VOCABULARY, 100 * dist.get_rank() + seed, sequences=8, micro_batch=2, longest=400, packed=True)
+            engine.train_batch(data, mean_log_prob_loss)
+
+    where = Path(folder) / "checkpoint" / "-".join(map(str, options.values()))
+    straight = build_engine(Path(folder), packed=True, **options)
+    update(straight, 0)
+    straight.save_checkpoint(str(where), global_step=1)
+    update(straight, 1)
+    expected = digest(straight)
+    del straight
+    torch.manual_seed(4321)
+    resumed = build_engine(Path(folder), packed=True, **options)
+    resumed.load_checkpoint(str(where), del_local_after_load=False)
+    torch.cuda.synchronize()
+    update(resumed, 1)
+    got = digest(resumed)
+    torch.use_deterministic_algorithms(False)
+    return {"bit_identical": got == expected}
+
+
+def sync(folder: str, **options) -> dict:
+    """The FP8 wire from sharded weights: codes and scales of every linear layer, and the bytes of both wires."""
+    from engine_for_tests import build_engine
+
+    from jetrl.integrations.verl.wire import quantized_on_the_way
+    from jetrl.linear import quantize_weight
+
+    engine = build_engine(Path(folder), packed=True, **options)
+    formats = {
+        n: "fp32" for n in engine.precision_graph.linear_names() if engine.precision_graph.linear_format(n).is_fp8
+    }
+    plain = {name: tensor.to("cuda") for name, tensor in whole_weights(engine)}
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    sent = dict(quantized_on_the_way(whole_weights(engine), formats, torch.cuda.current_device()))
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    equal = True
+    for name in formats:
+        wanted = quantize_weight(plain[f"{name}.weight"].bfloat16(), "fp32")
+        equal &= torch.equal(sent[f"{name}.weight"].view(torch.uint8), wanted.codes.view(torch.uint8))
+        equal &= torch.equal(sent[f"{name}.weight_scale"], wanted.scale)
+    return {
+        "bytes_equal": bool(equal),
+        "linears": len(formats),
+        "bf16_bytes": sum(2 * t.numel() for t in plain.values()),
+        "fp8_bytes": sum(t.nbytes for t in sent.values()),
+        "seconds": round(seconds, 4),
+    }
+
+
+def cases(world: int) -> list[tuple]:
+    """(name, function, options)."""
+    both = [(f"{strategy} {world} GPU", run, dict(strategy=strategy)) for strategy in ("fsdp", "fsdp2")]
+    more = []
+    for strategy in ("fsdp", "fsdp2"):
+        more += [
+            (f"{strategy} {world} GPU deterministic", run, dict(strategy=strategy, deterministic=True)),
+            (
+                f"{strategy} {world} GPU offload",
+                run,
+                dict(strategy=strategy, param_offload=True, optimizer_offload=True, deterministic=True),
+            ),
+            (
+                f"{strategy} {world} GPU checkpointing",
+                run,
+                dict(strategy=strategy, gradient_checkpointing=True, deterministic=True),
+            ),
+            (f"{strategy} {world} GPU bf16", run, dict(strategy=strategy, jetrl_flow="bf16")),
+            (f"{strategy} {world} GPU resume", resume, dict(strategy=strategy)),
+            (f"{strategy} {world} GPU sync", sync, dict(strategy=strategy)),
+        ]
+    if world > 1:
+        more.append((f"fsdp2 {world} GPU ulysses", run, dict(strategy="fsdp2", sequence_parallel=world)))
+        more.append((f"fsdp2 {world} GPU fp32 masters", run, dict(strategy="fsdp2", masters="fp32")))
+    return both + more
+
+
+def check(name: str, result: dict, plain: dict | None) -> str | None:
+    """What is wrong with a case's figures; None if nothing. plain: the deterministic case of the same strategy."""
+    if "error" in result:
+        return result["error"].strip().splitlines()[-1]
+    if result.get("bit_identical") is False:
+        return "the resumed update differs"
+    if result.get("bytes_equal") is False:
+        return "the wire's bytes differ"
+    if "losses" in result:
+        if not all(abs(x) < 100 for x in result["losses"] + result["grad_norms"]):
+            return "not finite"
+        if plain is not None and name.endswith(("offload", "checkpointing")) and result["weights"] != plain["weights"]:
+            return "other weights than without it"
+    return None
+
+
+def rank_main(rank: int, world: int, port: int, folder: str, out: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK=str(rank), CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    results = {}
+    for name, function, options in cases(world):
+        began = time.perf_counter()
+        try:
+            results[name] = function(folder, **options)
+        except Exception:  # noqa: BLE001  (one case that fails must not lose the others)
+            results[name] = {"error": traceback.format_exc()}
+            if rank == 0:
+                print(results[name]["error"], flush=True)
+        torch.cuda.empty_cache()
+        plain = results.get(" ".join(name.split()[:3]) + " deterministic")
+        wrong = check(name, results[name], plain)
+        if rank == 0:
+            shown = {k: v for k, v in results[name].items() if k not in ("weights", "error")}
+            print(
+                f"{'FAIL ' + wrong if wrong else 'ok'}: {name} {time.perf_counter() - began:.1f} s {shown}", flush=True
+            )
+            Path(out).write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+def main(out: str, worlds: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        save_model(Path(name))
+        for i, world in enumerate(worlds):
+            target = out.replace(".json", f"-{world}.json")
+            mp.start_processes(rank_main, (world, 29650 + i, name, target), nprocs=world, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], [int(n) for n in sys.argv[2:]] or [torch.cuda.device_count()])
