@@ -13,8 +13,8 @@ import logging
 import weakref
 from collections.abc import Sequence
 
+import jetrl_kernels.ops  # noqa: F401  (registers torch.ops.jetrl)
 import torch
-from jetrl_kernels.constants import E4M3
 from torch import nn
 
 from jetrl.errors import UserError
@@ -124,11 +124,4 @@ def _changes(weight: torch.Tensor) -> int:
 
 
 def _quantize(use: str, weights: Sequence[torch.Tensor], scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ops = torch.ops.jetrl
-    op, dim = (ops.quantize_blocks, 0) if use == "fprop" else (ops.quantize_blocks_transposed, 1)
-    parts = [op(w.detach(), scale_format) for w in weights]
-    if len(parts) == 1:
-        return parts[0]
-    # As bytes: torch has few copy kernels for float8.
-    codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts], dim=dim).view(E4M3)
-    return codes, torch.cat([scale for _, scale in parts], dim=dim)
+    return torch.ops.jetrl.quantize_blocks_stacked([w.detach() for w in weights], scale_format, use == "dgrad")

@@ -43,9 +43,7 @@ def quantize_gradient(
     return rows, ops.quantize_tiles_transposed(dy, scale_format) if for_wgrad else None
 
 
-def weight_gradient(
-    dy: Kept, kept: Kept, in_features: int, fmt: LinearFormat, out_dtype: torch.dtype
-) -> torch.Tensor:
+def weight_gradient(dy: Kept, kept: Kept, in_features: int, fmt: LinearFormat, out_dtype: torch.dtype) -> torch.Tensor:
     """dy^T x, contracted over tokens with FP32 accumulation: (N, in_features) in out_dtype.
 
     dy: the second result of `quantize_gradient`; kept: the third of `quantize_kept`.

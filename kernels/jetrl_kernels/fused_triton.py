@@ -12,7 +12,7 @@ from jetrl_kernels.rotary_triton import _product, _round
 from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
 from jetrl_kernels.silu_triton import _check, _silu
-from jetrl_kernels.weight_triton import round_to_bf16
+from jetrl_kernels.weight_triton import _blocks_kernel, round_to_bf16
 
 ROWS = 8
 ROW_WARPS = 2
@@ -232,6 +232,33 @@ def silu_mul_backward_quantize(grad, gate, up, scale_format):
             num_warps=QUANTIZE_WARPS,
         )  # fmt: skip
     return codes, scale, codes_t, scale_t
+
+
+def quantize_blocks_stacked(weights, scale_format, transposed):
+    """-> codes, scale of all weights in one buffer. See ops_fused.py."""
+    check_scale_format(scale_format)
+    k, device = weights[0].shape[1], weights[0].device
+    kp, total = pad_to_tile(k), merged_width(*(w.shape[0] for w in weights))
+    rows, columns = (kp, total) if transposed else (total, kp)
+    codes = new_codes(rows, columns, device)
+    scale = torch.empty(rows // TILE, columns // TILE, dtype=torch.float32, device=device)
+    start = 0
+    for w in weights:
+        check_matrix("weight", w)
+        if w.shape[1] != k:
+            raise ValueError(f"weights over one input have one width, got {k} and {w.shape[1]}")
+        padded = pad_to_tile(w.shape[0])
+        if w.numel():
+            # The kernel takes np as the row length of transposed outputs only: a part's columns lie in all parts' rows.
+            plain = (codes[start:], scale[start // TILE :]) if not transposed else (codes, scale)
+            turned = (codes[:, start:], scale[:, start // TILE :]) if transposed else (codes, scale)
+            _blocks_kernel[((padded // TILE) * (kp // TILE),)](
+                w, plain[0].view(torch.uint8), plain[1], turned[0].view(torch.int32), turned[1], w.shape[0], k, total, kp,
+                *w.stride(), PLAIN=not transposed, TRANSPOSED=transposed, POW2=scale_format == "pow2",
+                INTERPRETED=INTERPRETED, num_warps=BLOCK_WARPS,
+            )  # fmt: skip
+        start += padded
+    return codes, scale
 
 
 def requantize_blocks_transposed(codes, scale, k, scale_format):

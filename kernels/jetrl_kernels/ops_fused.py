@@ -10,6 +10,8 @@ in a merged weight, and the columns in between are zero.
   silu_mul_backward(grad, gate, up)                       -> merged (T, 2 x K rounded up to 128): dgate, dup
   silu_mul_backward_quantize(grad, gate, up, scale_format) -> quantize_tiles_both of the above, without storing it: codes (T,
       2 Kp), scale, codes^T (2 Kp, Tp), scale^T
+  quantize_blocks_stacked(weights, scale_format, transposed) -> quantize_blocks of every weight (N_i, K), stacked along rows as
+      in a merged weight: codes (sum of N_i padded, Kp), scale; transposed: both transposed
   requantize_blocks_transposed(codes, scale, k, scale_format) -> codes (Kp, Mp), scale (Kp/128, Mp/128): tiles (M, Kp),
       dequantized, transposed and quantized in 128x128 blocks (no rounding to bfloat16 in between)
 Strided inputs are taken where the last dimension is contiguous.
@@ -18,7 +20,7 @@ Strided inputs are taken where the last dimension is contiguous.
 import torch
 
 from jetrl_kernels import fused_reference, quantize_reference
-from jetrl_kernels.constants import TILE, pad_to_tile
+from jetrl_kernels.constants import E4M3, TILE, pad_to_tile
 from jetrl_kernels.ops import _define, _fake_quantize_tiles_both, check_matrix, new_codes
 from jetrl_kernels.scale import check_scale_format
 
@@ -43,6 +45,22 @@ def _fake_requantize_blocks(codes, scale, k, scale_format):
     kp, mp = pad_to_tile(k), pad_to_tile(codes.shape[0])
     blocks = torch.empty(kp // TILE, mp // TILE, dtype=torch.float32, device=codes.device)
     return new_codes(kp, mp, codes.device), blocks
+
+
+def _quantize_blocks_stacked(weights, scale_format, transposed):
+    op = torch.ops.jetrl.quantize_blocks_transposed if transposed else torch.ops.jetrl.quantize_blocks
+    parts = [op(w, scale_format) for w in weights]
+    # As bytes: torch has few copy kernels for float8.
+    codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts], dim=int(transposed)).view(E4M3)
+    return codes, torch.cat([scale for _, scale in parts], dim=int(transposed))
+
+
+def _fake_quantize_blocks_stacked(weights, scale_format, transposed):
+    check_scale_format(scale_format)
+    shape = (merged_width(*(w.shape[0] for w in weights)), pad_to_tile(weights[0].shape[1]))
+    rows, columns = shape[::-1] if transposed else shape
+    blocks = torch.empty(rows // TILE, columns // TILE, dtype=torch.float32, device=weights[0].device)
+    return new_codes(rows, columns, weights[0].device), blocks
 
 
 def _silu_mul_backward_quantize(grad, gate, up, scale_format):
@@ -72,6 +90,12 @@ _define(
     lambda grad, gate, up, scale_format: _fake_quantize_tiles_both(
         _fake_silu_mul_backward(grad, gate, up), scale_format
     ),
+)
+_define(
+    "quantize_blocks_stacked(Tensor[] weights, str scale_format, bool transposed) -> (Tensor, Tensor)",
+    _quantize_blocks_stacked,
+    "fused_triton",
+    _fake_quantize_blocks_stacked,
 )
 _define(
     "requantize_blocks_transposed(Tensor codes, Tensor scale, SymInt k, str scale_format) -> (Tensor, Tensor)",

@@ -70,3 +70,14 @@ def test_tiles_requantized_into_transposed_blocks(m, k, scale_format, generator)
     want = fused_reference.requantize_blocks_transposed(codes, scale, k, scale_format)
     got = fused_triton.requantize_blocks_transposed(codes.to(DEVICE), scale.to(DEVICE), k, scale_format)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("dtype", (BF16, torch.float32))
+def test_stacked_weights_have_each_ones_codes(dtype, transposed, generator):
+    weights = [_randn(generator, n, 200, dtype=dtype) for n in (130, 64, 256)]
+    parts = [reference.quantize_blocks(w, "fp32") for w in weights]
+    want = [torch.cat([p[i].view(torch.uint8) if i == 0 else p[i] for p in parts]) for i in range(2)]
+    codes, scale = fused_triton.quantize_blocks_stacked([w.to(DEVICE) for w in weights], "fp32", transposed)
+    got = (codes.t(), scale.t()) if transposed else (codes, scale)
+    assert torch.equal(got[0].cpu().contiguous().view(torch.uint8), want[0]) and torch.equal(got[1].cpu(), want[1])
