@@ -75,7 +75,7 @@ def sample(folder: Path, args, rng: random.Random):
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, quantization="jetrl", dtype="bfloat16", seed=1,
         additional_config={"jetrl_flow": args.precision}, max_model_len=longest, max_num_seqs=256,
-        max_num_batched_tokens=2048, logprobs_mode="processed_logprobs", gpu_memory_utilization=0.45,
+        max_num_batched_tokens=2048, logprobs_mode="processed_logprobs", gpu_memory_utilization=0.2,
         num_gpu_blocks_override=blocks, enable_prefix_caching=True, disable_log_stats=False, **mode,
     )  # fmt: skip
     params = [
