@@ -1,6 +1,7 @@
 """One actor update (forward, backward, optimizer) of a Qwen3-8B-shaped Hugging Face model, and its log-prob forward.
 
     python benchmarks/bench_update.py [--sections forward,update,checkpointed,memory,profile] [--out FOLDER]
+    torchrun --nproc-per-node 2 benchmarks/bench_update.py --sections checkpointed --variants bf16,unified   (FSDP2)
 
 Random weights and tokens, one micro-batch of 16384 tokens in packed sequences of 2048 or 8192, the optimizer of
 jetrl.optimizer (BF16 masters, stochastic rounding), one loss, one attention function for all (the first of
@@ -18,6 +19,7 @@ below bf16's, the graph's activation bytes within 5 % of what is measured.
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -26,8 +28,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from harness import print_table, write_results
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetrl import attention
@@ -111,19 +115,34 @@ def batch(length: int) -> dict[str, torch.Tensor]:
     return {"ids": ids, "positions": positions, "advantage": torch.randn(TOKENS, device="cuda", generator=generator)}
 
 
-def log_probs(model: nn.Module, data: dict) -> torch.Tensor:
-    hidden = model.model(input_ids=data["ids"], position_ids=data["positions"], use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[0])
-    temperature = torch.ones(TOKENS, device="cuda")
-    return attention.token_logprobs(logits, data["ids"][0].roll(-1), temperature, SHAPE["vocab_size"])
+class LogProbs(nn.Module):
+    """The model and what follows it, as one module: FSDP gathers the root's parameters (embedding, lm_head) when it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden[0])
+        temperature = torch.ones(TOKENS, device="cuda")
+        return attention.token_logprobs(logits, ids[0].roll(-1), temperature, SHAPE["vocab_size"])
 
 
-def loss_of(model: nn.Module, data: dict) -> torch.Tensor:
-    new = log_probs(model, data)
+def sharded(module: LogProbs) -> LogProbs:
+    """FSDP2 over all ranks: a group for every decoder layer, BF16 parameters, gradients reduced in FP32, as VeRL does it."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in module.model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(module, mp_policy=policy)
+
+
+def loss_of(module: LogProbs, data: dict) -> torch.Tensor:
+    new = module(data["ids"], data["positions"])
     return -(torch.exp(new - new.detach()) * data["advantage"]).mean()
 
 
-def update(model: nn.Module, data: dict, optimizer: torch.optim.Optimizer) -> None:
+def update(model: LogProbs, data: dict, optimizer: torch.optim.Optimizer) -> None:
     loss_of(model, data).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -152,11 +171,12 @@ def timed(call: Callable[[], None], warm: int, repeats: int) -> dict:
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.a = arguments
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.weights = Weights(arguments.layers)
         self.rows: list[dict] = []
         self.notes: dict[str, str] = {"attention": str(self.weights.choice)}
 
-    def build(self, variant: str, layers: int, checkpointing: bool = False, cache: str = "auto") -> nn.Module:
+    def build(self, variant: str, layers: int, checkpointing: bool = False, cache: str = "auto") -> LogProbs:
         gc.collect()
         torch.cuda.empty_cache()
         weights_changed()
@@ -164,7 +184,7 @@ class Bench:
         self.notes[variant] = apply(variant, model, cache)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model
+        return sharded(LogProbs(model)) if self.world > 1 else LogProbs(model)
 
     def add(self, row: dict, against: tuple[str, ...] = ("bf16", "liger")) -> None:
         keys = ("what", "layers", "length")
@@ -173,6 +193,8 @@ class Bench:
             if base and "ms" in row:
                 row[f"x_{other}"] = base[0]["ms"] / row["ms"]
         self.rows.append(row)
+        if self.world > 1:
+            row["gpus"] = self.world
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
     def forward(self) -> None:
@@ -184,7 +206,7 @@ class Bench:
             for length in (2048, 8192):
                 data = batch(length)
                 with torch.no_grad():
-                    row = timed(lambda m=model, d=data: log_probs(m, d), 2, 3)
+                    row = timed(lambda m=model, d=data: m(d["ids"], d["positions"]), 2, 3)
                 self.add({"what": "log-probs", "variant": variant, "layers": self.a.layers, "length": length, **row})
             del model
 
@@ -218,7 +240,7 @@ class Bench:
             predicted = ""
             if variant in ("bf16", *ASSIGNMENTS):
                 assignment = ASSIGNMENTS.get(variant, PrecisionAssignment())
-                predicted = sum(saved_bytes(build_training_graph(model, assignment)).values())
+                predicted = sum(saved_bytes(build_training_graph(model.model, assignment)).values())
             data = batch(2048)
             loss_of(model, data).backward()
             model.zero_grad(set_to_none=True)
@@ -301,6 +323,9 @@ def main() -> None:
     parser.add_argument("--memory-layers", type=int, default=4)
     arguments = parser.parse_args()
     arguments.variants = arguments.variants.split(",")
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
     start = time.perf_counter()
     bench = Bench(arguments)
     for section in arguments.sections.split(","):
@@ -310,8 +335,12 @@ def main() -> None:
             # Likewise: what was measured before is written.
             traceback.print_exc()
         print(f"-- {section}: {time.perf_counter() - start:.0f} s so far", flush=True)
-        write_results("update", bench.rows, arguments.out, tokens=TOKENS, shape=SHAPE, notes=bench.notes)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            name = "update" if bench.world == 1 else f"update-{bench.world}gpus"
+            write_results(name, bench.rows, arguments.out, tokens=TOKENS, shape=SHAPE, notes=bench.notes)
     print_table(bench.rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
