@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     options, json_file, words = parse(argv)
+    if json_file:
+        _check_place(Path(json_file).expanduser())
     from jetrl.verification.command import prepare, verify
     from jetrl.verification.report import failures, report_lines
 
@@ -101,6 +104,12 @@ def _bound(text: str) -> float:
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
     return value
+
+
+def _check_place(path: Path) -> None:
+    """Before minutes of work whose result could then not be written."""
+    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"--json {path} cannot be written; give a file in a folder that exists")
 
 
 def _write(file: str, text: str) -> None:

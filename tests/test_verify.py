@@ -56,6 +56,7 @@ def test_words_that_are_no_options_are_the_jobs():
         (["--lengths", "64,9000"], "the model has 2048; give shorter --lengths"),
         (["--kv-cache-tokens", "64"], "--kv-cache-tokens=64 cannot hold one sequence"),
         (["-m"], "-m is unknown"),
+        (["--json", "/no/such/folder/file"], "--json /no/such/folder/file cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(words, message, capsys, tmp_path):

@@ -14,7 +14,6 @@ from jetrl.launch.compose import compose_job
 from jetrl.verification import child, random_weights
 from jetrl.verification.workspace import FOLDER, Options, Workspace
 
-# Prompts of the task may be as long as the job allows; random ones are as long as asked.
 Say = Callable[[str], None]
 
 
@@ -93,7 +92,10 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say) -> dic
     space.write(cfg, options)
     seconds = child.start(space, "rollout", "jetrl.verification.rollout", [str(space.folder), "generate"], env)
     say(f"rollout sampled, {seconds:.0f} s")
-    if options.layer_sequences and not space.layers.is_file():
+    parallel = int(cfg.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    if options.layer_sequences and parallel > 1:
+        say(f"operators are not compared with actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}")
+    elif options.layer_sequences and not space.layers.is_file():
         seconds = child.start(space, "layers", "jetrl.verification.rollout", [str(space.folder), "layers"], env)
         say(f"rollout observed in eager mode, {seconds:.0f} s")
     seconds = child.start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)

@@ -39,6 +39,8 @@ def main(folder: str, step: str) -> None:
         prompts = prompts[: options.layer_sequences]
         lengths = [max(1, min(n, options.layer_tokens - len(p))) for n, p in zip(lengths, prompts, strict=False)]
     engine = _engine(arguments, options, eager=layers_only)
+    if arguments.quantization == "fp8":
+        _sync_as_verl_does(engine, Path(model_config.local_path))
     if model_config.tokenizer is not None:  # what VeRL's server does after it has started its engine
         engine.collective_rpc("monkey_patch_model", kwargs={"vocab_size": len(model_config.tokenizer)})
     run = _Generation(engine, cfg.actor_rollout_ref.rollout, prompts, lengths)
@@ -84,6 +86,31 @@ def _engine(arguments: argparse.Namespace, options: Options, eager: bool):
         block = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER).cache_config.block_size
         engine_args.num_gpu_blocks_override = max(2, options.kv_cache_tokens // block)
     return LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _sync_as_verl_does(engine, folder: Path) -> None:
+    """vLLM's own FP8 under VeRL is quantized by VeRL while weights arrive (VeRL 0.9.1: update_weights_from_ipc)."""
+    from safetensors.torch import load_file
+    from verl.utils.vllm.vllm_quant_utils import (
+        prepare_quanted_weights_for_loading,
+        process_quanted_weights_after_loading,
+    )
+
+    worker = getattr(engine.model_executor, "driver_worker", None)
+    if worker is None or engine.vllm_config.parallel_config.world_size > 1:
+        raise UserError(
+            "precision=fp8_vllm is verified with actor_rollout_ref.rollout.tensor_model_parallel_size=1 only"
+        )
+    worker, files = worker.worker, sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no *.safetensors; precision=fp8_vllm reads its weights from there")
+    model = worker.model_runner.model
+    state = prepare_quanted_weights_for_loading(model)
+    device = next(model.parameters()).device
+    for file in files:
+        weights = [(name, tensor.to(device)) for name, tensor in load_file(file).items()]
+        worker._update_weights(weights, peft_config=None, base_sync_done=True)
+    process_quanted_weights_after_loading(model, state)
 
 
 class _Generation:
