@@ -62,12 +62,12 @@ def test_one_linear_has_the_edges_of_the_paper():
     assert graph.edge_by_key[f"{Q1}.dy_quantizer", "dy"].producer == "model.layers.1.self_attn.q_norm.backward"
 
 
-def test_master_format_is_the_dtype_of_the_parameters():
+def test_master_format_is_the_dtype_of_the_parameters_and_moments_are_fp32():
     model = meta_model(QWEN3)
     for dtype, expected in ((torch.float32, FP32), (torch.bfloat16, BF16)):
         graph = build_training_graph(model.to(dtype), FP8)
         assert graph.edge_by_key["model.norm.weight", "master"].format == expected
-        assert graph.edge_by_key["optimizer", "model.norm.weight.exp_avg_sq"].format == expected
+        assert graph.edge_by_key["optimizer", "model.norm.weight.exp_avg_sq"].format == FP32
 
 
 def test_the_training_graph_contains_the_inference_graph_edge_by_edge():
@@ -284,3 +284,17 @@ def test_another_model_in_the_rollout_is_named():
     violations = check(declare_from_config(other, FP8), unified(QWEN3))
     assert {v.key for v in violations} == {"actor_rollout_ref.model.path"}
     assert {v.tensor for v in violations} == {"shape"}
+
+
+@pytest.mark.parametrize("wgrad", ["requantize", "copy", "blocks", "bf16"])
+def test_each_kind_of_wgrad_is_read_back_from_its_edges_and_changes_no_forward_edge(wgrad):
+    train = build_training_graph(meta_model(QWEN3), PrecisionAssignment(linear="fp8", wgrad=wgrad))
+    assert train.linear_format(Q1) == LinearFormat.fp8_blockwise("fp32", wgrad)
+    assert check(declare_from_config(QWEN3, FP8), train) == []
+    saved = [e for e in train.edges if e.phase == "saved" and e.consumer.startswith(f"{Q1}.wgrad")]
+    assert [(e.producer, str(e.format)) for e in saved] == {
+        "requantize": [(f"{Q1}.x_quantizer", "e4m3 tile_1x128 fp32-scale")],
+        "blocks": [(f"{Q1}.x_quantizer", "e4m3 tile_1x128 fp32-scale")],
+        "copy": [(f"{Q1}.wgrad_x_quantizer", "e4m3 tile_128x1 fp32-scale")],
+        "bf16": [("model.layers.1.input_layernorm", "bf16")],
+    }[wgrad]

@@ -48,7 +48,8 @@ class BackwardWiring:
             elif operator.kind == "parameter":
                 self._add(OPTIMIZER, operator.name, "master", self.master, "update")
                 for state in ("exp_avg", "exp_avg_sq"):
-                    self._add(OPTIMIZER, OPTIMIZER, f"{operator.name}.{state}", self.master, "update")
+                    # FP32 whatever the master is: in BF16 the second moment would stand still (jetrl.optimizer).
+                    self._add(OPTIMIZER, OPTIMIZER, f"{operator.name}.{state}", FP32, "update")
             elif operator.kind not in NO_GRADIENT:
                 self._other(operator)
         operators = self.forward.operators + tuple(self.operators)

@@ -60,8 +60,8 @@ def estimate(infer: PrecisionGraph, train: PrecisionGraph, bf16_train: Precision
         parameters=count,
         rollout_weight_bytes=fp8_bytes + rest * plain,
         rollout_weight_bytes_bf16=count * plain,
-        # Master, two Adam moments and a gradient, all in the master's dtype.
-        training_state_bytes=count * 4 * ELEMENT_BYTES[job.master.dtype],
+        # Master and gradient in the master's dtype, two Adam moments in FP32 (jetrl.optimizer; torch's with FP32 masters).
+        training_state_bytes=count * (2 * ELEMENT_BYTES[job.master.dtype] + 2 * ELEMENT_BYTES["fp32"]),
         kv_bytes_per_token=_kv_bytes(infer),
         saved_bytes_per_token=sum(saved_bytes(train).values()),
         saved_bytes_per_token_bf16=sum(saved_bytes(bf16_train).values()),
