@@ -151,3 +151,47 @@ def test_cfg_job_prints_a_whole_configuration(tmp_path, capsys):
     assert train.main([*words(tmp_path), "--cfg", "job"]) == 0
     cfg = OmegaConf.create(capsys.readouterr().out)
     assert cfg.trainer.default_local_dir == f"{tmp_path}/run/checkpoints" and "hydra" not in cfg
+
+
+def optimizer_of(cfg) -> tuple[str, str]:
+    optim = cfg.actor_rollout_ref.actor.optim
+    return optim.optimizer_impl, optim.optimizer
+
+
+@pytest.mark.parametrize("flow", ["bf16", "fp8_rollout", "unified_fp8"])
+def test_every_flow_gets_the_same_masters_and_one_key_changes_them(tmp_path, flow):
+    cfg = composed(tmp_path, f"precision={flow}")
+    assert cfg.actor_rollout_ref.actor.fsdp_config.model_dtype == "bf16"
+    assert cfg.actor_rollout_ref.ref.fsdp_config.model_dtype == "bf16"
+    assert optimizer_of(cfg) == ("jetrl.optimizer", "StochasticAdamW")
+    cfg = composed(tmp_path, f"precision={flow}", "masters=fp32")
+    assert cfg.actor_rollout_ref.actor.fsdp_config.model_dtype == "fp32"
+    assert optimizer_of(cfg) == ("torch.optim", "AdamW")
+
+
+def test_the_users_own_optimizer_stays(tmp_path):
+    own = (
+        "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
+        "actor_rollout_ref.actor.optim.optimizer=AdamW8bit",
+    )
+    assert optimizer_of(composed(tmp_path, *own)) == ("torchao.optim", "AdamW8bit")
+
+
+def test_the_wire_reaches_the_trainer(tmp_path):
+    assert composed(tmp_path).actor_rollout_ref.model.override_config.jetrl_wire == "fp8"
+    assert composed(tmp_path, "wire=bf16").actor_rollout_ref.model.override_config.jetrl_wire == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("masters=fp16", ["masters=fp16", "allowed: bf16, fp32"]),
+        ("wire=int8", ["jetrl_wire=int8", "allowed: fp8, bf16"]),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", ["give masters=bf16 or fp32 instead"]),
+        ("+actor_rollout_ref.model.override_config.jetrl_wire=bf16", ["give wire=fp8 or bf16 instead"]),
+    ],
+)
+def test_masters_and_wire_are_checked(tmp_path, word, parts):
+    with pytest.raises(UserError) as e:
+        composed(tmp_path, word)
+    assert all(part in str(e.value) for part in parts)

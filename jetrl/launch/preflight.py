@@ -34,7 +34,7 @@ from jetrl.versions import check_versions
 ENTRY_POINT = ("vllm.general_plugins", "jetrl", "jetrl.integrations.vllm:register")
 # Logs, TensorBoard and data of a run, besides checkpoints.
 RUN_FILES_BYTES = 200 * 2**20
-# What one parameter takes in a checkpoint: FP32 master and two Adam states.
+# What one parameter takes in a checkpoint at most: FP32 master (BF16: two bytes less) and two FP32 Adam states.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 # jetrl keeps two; the third is the one being written.
 CHECKPOINTS_AT_ONCE = 3
@@ -44,6 +44,7 @@ def check(cfg: DictConfig) -> None:
     """Refuse a composed jetrl job that cannot work. Raises UserError, JobError for a violated flow; writes nothing."""
     check_versions()
     check_verl_config(cfg)
+    _check_masters(cfg)
     _check_trainer(cfg)
     _check_data(cfg)
     _check_verl_accepts(cfg)
@@ -88,6 +89,14 @@ def _check_unified(cfg: DictConfig) -> None:
     violations = check_job(read_job(cfg)).violations
     if violations:
         raise JobError(violation_sentence(flow.name, violations))
+
+
+def _check_masters(cfg: DictConfig) -> None:
+    if cfg.actor_rollout_ref.actor.optim.optimizer_impl == "jetrl.optimizer" and find_spec("torchao") is None:
+        raise UserError(
+            "masters=bf16 rounds stochastically by torchao's optimizer, and torchao is not installed; run "
+            "`pip install torchao==0.17.0`, or set masters=fp32"
+        )
 
 
 def _check_trainer(cfg: DictConfig) -> None:
