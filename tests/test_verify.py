@@ -55,6 +55,7 @@ def test_words_that_are_no_options_are_the_jobs():
         (["precision=fp9"], "precision=fp9 is unknown"),
         (["--lengths", "64,9000"], "the model has 2048; give shorter --lengths"),
         (["--kv-cache-tokens", "64"], "--kv-cache-tokens=64 cannot hold one sequence"),
+        (["precision=fp8_vllm", "hardware=cpu"], "VeRL quantizes its weights with a GPU kernel"),
         (["-m"], "-m is unknown"),
         (["--json", "/no/such/folder/file"], "--json /no/such/folder/file cannot be written"),
     ],

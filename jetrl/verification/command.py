@@ -28,6 +28,10 @@ def prepare(words: list[str], options: Options) -> tuple[DictConfig, Workspace]:
         raise UserError("jetrl.verify takes --help, its own options, and group=name and key=value as jetrl.train")
     cfg = compose_job(line)
     preflight.check_verl_config(cfg)
+    if cfg.flow.rollout.linear == "vllm_fp8" and cfg.trainer.device == "cpu":
+        raise UserError(
+            f"precision={cfg.flow.name}: VeRL quantizes its weights with a GPU kernel; verify it on a GPU, or precision=fp8_rollout"
+        )
     space = Workspace(Path(cfg.run.dir) / FOLDER)
     _make_room(cfg, options)
     _check_model_files(cfg)

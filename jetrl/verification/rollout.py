@@ -69,13 +69,8 @@ def _engine(arguments: argparse.Namespace, options: Options, eager: bool):
     from vllm.v1.engine.llm_engine import LLMEngine
 
     given = {f.name: getattr(arguments, f.name) for f in fields(EngineArgs) if hasattr(arguments, f.name)}
-    if given["quantization"] == "fp8":
-        raise UserError(
-            "precision=fp8_vllm: VeRL quantizes while it syncs weights, which jetrl.verify does not do; use fp8_rollout"
-        )
-    given["load_format"] = (
-        "auto"  # the job starts on dummy weights and gets the trainer's, which are the model folder's
-    )
+    # The job starts on dummy weights and gets the trainer's, which are the model folder's.
+    given["load_format"] = "dummy" if given["quantization"] == "fp8" else "auto"
     given["enable_sleep_mode"] = False
     if given["tensor_parallel_size"] == 1:
         given["distributed_executor_backend"] = "uni"
