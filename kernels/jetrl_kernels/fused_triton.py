@@ -53,22 +53,21 @@ def _silu_backward_kernel(
 
 
 @triton.jit
-def _store_part(
-    x0, x1, x2, x3, codes, scale, words_t, scale_t, row, first, tile_m, m, width, mp, stride_scale, stride_scale_t,
-    POW2: tl.constexpr, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Both quantizations of a 128 x 128 piece that starts at column `first`; x_i (32, 128) holds the rows 4r + i."""
-    col = first + tl.arange(0, 128)
-    tile = first // 128
-    store_rows(x0, codes, scale, row, col, tile, m, width, stride_scale, POW2, IS_BF16, INTERPRETED)
-    store_rows(x1, codes, scale, row + 1, col, tile, m, width, stride_scale, POW2, IS_BF16, INTERPRETED)
-    store_rows(x2, codes, scale, row + 2, col, tile, m, width, stride_scale, POW2, IS_BF16, INTERPRETED)
-    store_rows(x3, codes, scale, row + 3, col, tile, m, width, stride_scale, POW2, IS_BF16, INTERPRETED)
-    s = scale_of(amax(abs_max4(x0, x1, x2, x3), 0, INTERPRETED), POW2, INTERPRETED)
-    word = tl.trans(encode4(x0, x1, x2, x3, s[None, :], POW2, IS_BF16, INTERPRETED))
-    at = tile_m * 32 + tl.arange(0, 32)
-    tl.store(words_t + col[:, None] * (mp // 4) + at[None, :], word)
-    tl.store(scale_t + tile_m * stride_scale_t + col, s)
+def _silu_gradient(
+    grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, is_gate, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """One of the two gradients: the other's registers would halve the number of programs in flight."""
+    d = load_float32(grad, row, col, m, k, stride_d, 1)
+    g = load_float32(gate, row, col, m, k, stride_g, 1)
+    s, silu = _silu(g, IS_BF16, INTERPRETED)
+    if is_gate:
+        u = load_float32(up, row, col, m, k, stride_u, 1)
+        x = d * u * (s * (1.0 + g * (1.0 - s)))
+    else:
+        x = d * silu
+    if IS_BF16:
+        x = round_to_bf16(x, INTERPRETED)
+    return x
 
 
 @triton.jit
@@ -76,23 +75,31 @@ def _silu_backward_quantize_kernel(
     grad, gate, up, codes, scale, words_t, scale_t, m, k, kp, mp, stride_d, stride_g, stride_u, stride_scale, stride_scale_t,
     POW2: tl.constexpr, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """A program quantizes one 128 x 128 piece of dgate or of dup in both ways; x_i (32, 128) holds the rows 4r + i."""
+    # The two programs over one piece of the inputs are neighbours: the second finds it in L2.
+    is_gate = tl.program_id(0) % 2 == 0
+    piece = tl.program_id(0) // 2
     tiles = kp // 128
-    first = (tl.program_id(0) % tiles).to(tl.int64) * 128
-    tile_m = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (piece % tiles).to(tl.int64) * 128
+    tile_m = (piece // tiles).to(tl.int64)
     row = tile_m * 128 + 4 * tl.arange(0, 32)
     col = first + tl.arange(0, 128)
-    g0, u0 = _silu_gradients(grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
-    g1, u1 = _silu_gradients(grad, gate, up, row + 1, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
-    g2, u2 = _silu_gradients(grad, gate, up, row + 2, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
-    g3, u3 = _silu_gradients(grad, gate, up, row + 3, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
-    _store_part(
-        g0, g1, g2, g3, codes, scale, words_t, scale_t, row, first, tile_m, m, 2 * kp, mp, stride_scale, stride_scale_t,
-        POW2, IS_BF16, INTERPRETED,
-    )  # fmt: skip
-    _store_part(
-        u0, u1, u2, u3, codes, scale, words_t, scale_t, row, kp + first, tile_m, m, 2 * kp, mp, stride_scale, stride_scale_t,
-        POW2, IS_BF16, INTERPRETED,
-    )  # fmt: skip
+    x0 = _silu_gradient(grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, is_gate, IS_BF16, INTERPRETED)
+    x1 = _silu_gradient(grad, gate, up, row + 1, col, m, k, stride_d, stride_g, stride_u, is_gate, IS_BF16, INTERPRETED)
+    x2 = _silu_gradient(grad, gate, up, row + 2, col, m, k, stride_d, stride_g, stride_u, is_gate, IS_BF16, INTERPRETED)
+    x3 = _silu_gradient(grad, gate, up, row + 3, col, m, k, stride_d, stride_g, stride_u, is_gate, IS_BF16, INTERPRETED)
+    first = tl.where(is_gate, first, kp + first)
+    tile = first // 128
+    col = first + tl.arange(0, 128)
+    store_rows(x0, codes, scale, row, col, tile, m, 2 * kp, stride_scale, POW2, IS_BF16, INTERPRETED)
+    store_rows(x1, codes, scale, row + 1, col, tile, m, 2 * kp, stride_scale, POW2, IS_BF16, INTERPRETED)
+    store_rows(x2, codes, scale, row + 2, col, tile, m, 2 * kp, stride_scale, POW2, IS_BF16, INTERPRETED)
+    store_rows(x3, codes, scale, row + 3, col, tile, m, 2 * kp, stride_scale, POW2, IS_BF16, INTERPRETED)
+    s = scale_of(amax(abs_max4(x0, x1, x2, x3), 0, INTERPRETED), POW2, INTERPRETED)
+    word = tl.trans(encode4(x0, x1, x2, x3, s[None, :], POW2, IS_BF16, INTERPRETED))
+    at = tile_m * 32 + tl.arange(0, 32)
+    tl.store(words_t + col[:, None] * (mp // 4) + at[None, :], word)
+    tl.store(scale_t + tile_m * stride_scale_t + col, s)
 
 
 @triton.jit
@@ -225,7 +232,7 @@ def silu_mul_backward_quantize(grad, gate, up, scale_format):
     codes, scale = new_codes(m, 2 * kp, gate.device), new_column_major_scale(m, 2 * kp // TILE, gate.device)
     codes_t, scale_t = new_codes(2 * kp, mp, gate.device), new_column_major_scale(2 * kp, mp // TILE, gate.device)
     if m and k:
-        _silu_backward_quantize_kernel[((mp // TILE) * (kp // TILE),)](
+        _silu_backward_quantize_kernel[(2 * (mp // TILE) * (kp // TILE),)](
             grad, gate, up, codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, m, k, kp, mp,
             grad.stride(0), gate.stride(0), up.stride(0), scale.stride(1), scale_t.stride(1),
             POW2=scale_format == "pow2", IS_BF16=gate.dtype == torch.bfloat16, INTERPRETED=INTERPRETED,
