@@ -80,7 +80,7 @@ def sample(folder: Path, args, rng: random.Random):
     )  # fmt: skip
     params = [
         SamplingParams(
-            temperature=args.temperature, max_tokens=n, min_tokens=n, ignore_eos=True, logprobs=0, detokenize=False
+            temperature=args.temperature, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False
         )
         for n in lengths
     ]

@@ -135,7 +135,7 @@ def test_choice_says_why():
     if not torch.cuda.is_available():
         packed = choice.choose(config, "cuda", True)
         assert packed.name in ("jetrl_fa2", "jetrl_varlen") and "no GPU" in packed.reason
-        with pytest.raises(UserError, match="unified_exact needs vLLM's FA3.*no GPU.*unified_fp8"):
+        with pytest.raises(UserError, match="unified_exact needs jetrl_fa3.*no GPU.*unified_fp8"):
             choice.require_exact(config, "cuda", True)
 
 

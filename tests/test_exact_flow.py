@@ -45,7 +45,7 @@ def test_every_operator_of_the_forward_names_its_kernel_and_the_formats_are_thos
     assert compare(infer, train) == []
     computing = [o for o in train.operators if o.phase == "forward" and o.kind not in ("parameter", "output")]
     assert computing and all(o.definition for o in computing)
-    assert kernels.kernel_of_edge(infer, "model.layers.0.self_attn.o_proj.x_quantizer", "x") == kernels.FA3
+    assert kernels.kernel_of_edge(infer, "model.layers.0.self_attn.o_proj.x_quantizer", "x") == kernels.ATTENTION
     plain = build_inference_graph(meta_model(CONFIG), load_flow("unified_fp8").rollout)
     assert plain.edges == infer.edges and plain.digest() != infer.digest()
 
@@ -86,7 +86,7 @@ def test_a_trainer_whose_attention_or_layers_are_stock_is_refused_by_operator():
     model, graph = _converted()
     convert(model, graph)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(UserError, match=r"needs FA3 num_splits=1 for model.layers.0.self_attn, .* transformers sdpa"):
+    with pytest.raises(UserError, match=r"needs attention with undivided keys for model.layers.0.self_attn, .* transformers sdpa"):
         exact_graph(model, graph)
     model.config._attn_implementation = "jetrl_fa3"
     assert exact_graph(model, graph).digest() == graph.digest()

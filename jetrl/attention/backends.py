@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences with autograd, by one of three kernels, all with one signature.
+"""Causal attention over packed sequences with autograd, by one of several kernels, all with one signature.
 
 `attend(q, k, v, packing, scale, window) -> (T, H, D)`: q (T, H, D), k and v (T, Hkv, D) with Hkv dividing H, contiguous
 along D; `window` is how many earlier tokens a token sees besides itself, -1 for all of them. Under
@@ -8,6 +8,7 @@ along D; `window` is how many earlier tokens a token sees besides itself, -1 for
 from collections.abc import Callable
 
 import torch
+from jetrl_kernels.attention_reference import attend_rows
 
 from jetrl.attention.packing import Packing
 
@@ -102,6 +103,36 @@ def varlen(q, k, v, packing: Packing, scale: float, window: int) -> torch.Tensor
     return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(window, 0))
 
 
+class _Rows(torch.autograd.Function):
+    """jetrl_kernels.attention_reference, which vLLM-CPU runs in an exact flow; backward by torch's attention."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, packing, scale):
+        ctx.save_for_backward(q, k, v)
+        ctx.packing, ctx.scale = packing, scale
+        bounds = packing.cu_seqlens.tolist()
+        pieces = []
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            seen = torch.arange(1, end - start + 1, device=q.device)
+            pieces.append(attend_rows(q[start:end], k[start:end], v[start:end], seen, scale))
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx, grad):
+        leaves = [t.detach().to(torch.float32).requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = reference(*leaves, ctx.packing, ctx.scale, -1)
+        gradients = torch.autograd.grad(out, leaves, grad.to(torch.float32))
+        return *(g.to(t.dtype) for g, t in zip(gradients, ctx.saved_tensors, strict=True)), None, None
+
+
+def rows(q, k, v, packing: Packing, scale: float, window: int) -> torch.Tensor:
+    """For CPUs: a token's bits depend on its own sequence up to it alone."""
+    if window >= 0:
+        raise ValueError("attn_implementation=jetrl_rows has no sliding window; use attn_implementation=sdpa")
+    return _Rows.apply(q, k, v, packing, scale)
+
+
 def reference(q, k, v, packing: Packing, scale: float, window: int) -> torch.Tensor:
     """One sequence after the other through torch's SDPA in the dtype of q: for tests, on any device."""
     bounds = packing.cu_seqlens.tolist()
@@ -115,4 +146,4 @@ def reference(q, k, v, packing: Packing, scale: float, window: int) -> torch.Ten
     return torch.cat(pieces)
 
 
-BACKENDS: dict[str, Attend] = {"jetrl_fa3": fa3, "jetrl_fa2": fa2, "jetrl_varlen": varlen}
+BACKENDS: dict[str, Attend] = {"jetrl_fa3": fa3, "jetrl_fa2": fa2, "jetrl_varlen": varlen, "jetrl_rows": rows}

@@ -8,7 +8,8 @@ import torch
 from jetrl.errors import UserError
 
 LARGEST_HEAD = 256
-EXACT = "jetrl_fa3"
+# By device: what an exact flow's rollout runs too.
+EXACT = {"cuda": "jetrl_fa3", "cpu": "jetrl_rows"}
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ def choose(hf_config: object, device_type: str, packed: bool, dtype: torch.dtype
 
 
 def require_exact(hf_config: object, device_type: str, packed: bool, dtype: torch.dtype = torch.bfloat16) -> Choice:
-    """FA3, or a UserError that says what stands against it: no other kernel has the rollout's bits."""
+    """The one kernel with the rollout's bits on this device, or a UserError that says what stands against it."""
+    if device_type == "cpu" and packed:
+        return Choice(EXACT["cpu"], "an exact flow on a CPU: every sum in a written order, slow")
     choice = choose(hf_config, device_type, packed, dtype)
-    if choice.name != EXACT:
+    if choice.name != EXACT.get(device_type):
         raise UserError(
-            f"precision=unified_exact needs vLLM's FA3 for attention in the trainer, which it cannot use here: "
-            f"{choice.reason}; use precision=unified_fp8"
+            f"precision=unified_exact needs {EXACT.get(device_type, EXACT['cuda'])} for attention in the trainer, which it "
+            f"cannot use here: {choice.reason}; use precision=unified_fp8"
         )
     return choice
 

@@ -23,10 +23,10 @@ _RULES = (
     ("log_softmax", f"{_ROLLOUT}.logprobs_mode", (None, "processed_logprobs"), "reports other logits", "processed_logprobs"),
     ("log_softmax", f"{_MODEL}.use_fused_kernels", (None, False), "computes it in the trainer's lm_head kernel", "false"),
     ("every operator", f"{_MODEL}.use_liger", (None, False), "replaces the trainer's kernels", "false"),
-    ("attention", f"{_MODEL}.use_remove_padding", (None, True), "pads sequences, which FA3 does not take", "true"),
-    ("attention", f"{_MODEL}.override_config.attn_implementation", (None, "jetrl_fa3"), "is another kernel", "jetrl_fa3"),
+    ("attention", f"{_MODEL}.use_remove_padding", (None, True), "pads sequences", "true"),
+    ("attention", f"{_MODEL}.override_config.attn_implementation", (None, "jetrl_fa3", "jetrl_rows"), "is another kernel", "null"),
     ("attention", f"{_ENGINE}.kv_cache_dtype", (None, "auto", "bfloat16"), "rounds keys and values", "auto"),
-    ("attention", f"{_ENGINE}.attention_backend", (None, "FLASH_ATTN"), "is another kernel", "FLASH_ATTN"),
+    ("attention", f"{_ENGINE}.attention_backend", (None, "FLASH_ATTN", "CPU_ATTN"), "is another kernel", "null"),
     ("attention", f"{_ENGINE}.attention_config", (None,), "may choose another kernel", "null"),
     ("every operator", f"{_ENGINE}.speculative_config", (None,), "checks drafts in another batch form", "null"),
     ("every operator", f"{_ROLLOUT}.dtype", ("bfloat16", "bf16", "auto"), "is another carrier", "bfloat16"),
@@ -39,8 +39,6 @@ _PER_ROLE = (
 
 def obstacle(cfg: DictConfig) -> str | None:
     """What in a composed VeRL configuration stands against equal bits, as the end of a sentence; None for nothing."""
-    if OmegaConf.select(cfg, "trainer.device") == "cpu":
-        return "attention: vLLM's kernel for CPUs and torch's are different ones; choose a hardware= with a GPU"
     rules = list(_RULES)
     for role in ("actor", "ref"):
         rules += [(op, f"actor_rollout_ref.{role}.{key}", *rest) for op, key, *rest in _PER_ROLE]
@@ -56,7 +54,7 @@ def obstacle(cfg: DictConfig) -> str | None:
 
 def machine_obstacle(cfg: DictConfig) -> str | None:
     """What this machine lacks, where the job runs on it alone (other nodes answer when their workers start)."""
-    if cfg.trainer.nnodes != 1:
+    if cfg.trainer.nnodes != 1 or cfg.trainer.device == "cpu":
         return None
     from jetrl.attention.choice import fa3_obstacle  # torch, and with a GPU vLLM
 
@@ -79,12 +77,14 @@ def check_machine(cfg: DictConfig, flow_name: str) -> None:
 
 
 AUTO = "auto"
+# There it is a means of testing: attention adds in a written order, one elementwise operation after another.
+SLOW_ON_CPU = "reasonable time on a CPU"
 EXACT, OTHERWISE = "unified_exact", "unified_fp8"
 
 
 def resolve_auto(cfg: DictConfig) -> str:
     """The flow for precision=auto, from the job composed with EXACT; says on stderr what was chosen and why."""
-    found = obstacle(cfg) or machine_obstacle(cfg)
+    found = SLOW_ON_CPU if cfg.trainer.device == "cpu" else obstacle(cfg) or machine_obstacle(cfg)
     chosen = EXACT if found is None else OTHERWISE
     why = "every operator of the forward can have equal bits" if found is None else f"no equal bits in {found}"
     print(f"jetrl: precision=auto: {chosen} ({why})", file=sys.stderr, flush=True)

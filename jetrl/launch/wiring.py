@@ -35,6 +35,8 @@ def apply_flow(cfg: DictConfig, flow: Flow) -> None:
             engine.quantization = QUANTIZATION
         elif flow.rollout.linear == "vllm_fp8":
             rollout.quantization = "fp8"
+        if flow.train.exact and cfg.trainer.device == "cpu":
+            model.use_remove_padding = True  # hardware=cpu pads; the kernel with equal bits takes packed sequences
 
 
 def apply_masters(cfg: DictConfig) -> None:

@@ -13,7 +13,8 @@ from jetrl.precision.graph import Operator, PrecisionGraph
 RMS_NORM = "jetrl.rms_norm"
 ROTARY_TABLE = "jetrl rotary table"
 ROTARY = "jetrl.rotary"
-FA3 = "FA3 num_splits=1"
+# vLLM's FA3 with num_splits=1; on a CPU jetrl_kernels.attention_reference.
+ATTENTION = "attention with undivided keys"
 SILU_MUL = "jetrl.silu_mul"
 GEMM = "jetrl.gemm_nt"
 LM_HEAD = "torch linear"
@@ -28,7 +29,7 @@ EXACT = {
     "linear": GEMM,
     "rotary_table": ROTARY_TABLE,
     "rotary": ROTARY,
-    "attention": FA3,
+    "attention": ATTENTION,
     "residual_add": ADD,
     "activation": SILU_MUL,
     "lm_head": LM_HEAD,

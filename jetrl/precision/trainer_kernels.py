@@ -23,7 +23,7 @@ def trainer_kernels(model: nn.Module) -> Callable[[Operator], str | None]:
 
     def kernel_of(operator: Operator) -> str | None:
         if operator.kind == "attention":
-            return None if attention == EXACT_ATTENTION else f"transformers {attention}"
+            return None if attention in EXACT_ATTENTION.values() else f"transformers {attention}"
         if operator.kind == "rotary_table":
             return None if tables else "transformers rotary embedding"
         if operator.kind in _FUSED and not operator.name.startswith(fused or "\0"):

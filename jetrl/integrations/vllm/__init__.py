@@ -14,6 +14,7 @@ def register() -> None:
     handshake.install()
     operators.register()
     if current_platform.is_cpu():
-        from jetrl.integrations.vllm import cpu
+        from jetrl.integrations.vllm import cpu, exact_cpu
 
         cpu.keep_weights_after_packing()
+        exact_cpu.register()

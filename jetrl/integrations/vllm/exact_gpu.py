@@ -1,0 +1,69 @@
+"""The GPU kernels of an exact flow in vLLM: FlashAttention 3 whose key loop is never divided, and the sampler's arithmetic."""
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+
+class UnsplitBuilder(FlashAttentionMetadataBuilder):
+    """num_splits=1 in every call. vLLM's own choice depends on the batch, and a split loop adds in another order.
+
+    Where CUDA graphs hold attention, vLLM schedules ahead with an upper bound of splits, for batches that fit a graph;
+    with the bound at 1 that serves every batch.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_num_splits = 1
+        self.max_cudagraph_size = torch.iinfo(torch.int64).max
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        # Without graphs vLLM's builder would schedule ahead for a number of splits that FA3 chooses.
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or not self.use_full_cuda_graph)
+        metadata.max_num_splits = 1
+        return metadata
+
+
+class UnsplitBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return UnsplitBuilder
+
+
+def install(config: VllmConfig) -> None:
+    """Before the model's first attention layer is built. Idempotent."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{UnsplitBackend.__module__}.{UnsplitBackend.__qualname__}")
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    config.attention_config.flash_attn_version = 3
+    share_sampler()
+
+
+def divide_by_temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor) -> None:
+    """In place of vLLM's kernel, which divides approximately. logits (M, V) float32; temperature by request; 0 is greedy."""
+    t = temperature[expanded_idx_mapping]
+    logits.div_(torch.where(t == 0, 1.0, t).unsqueeze(1))
+
+
+def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """In place of vLLM's function: log-probabilities (M, N) float32 of token_ids (M, N) from processed logits (M, V)."""
+    ones = torch.ones(logits.shape[0], dtype=torch.float32, device=logits.device)
+    columns = token_ids.to(torch.int64).unbind(1)
+    found = [torch.ops.jetrl.token_logprobs(logits, ids.contiguous(), ones, logits.shape[1])[0] for ids in columns]
+    return torch.stack(found, dim=1)
+
+
+def share_sampler() -> None:
+    """vLLM has no hook for either function; both are looked up in their module at every call. Idempotent."""
+    from vllm.v1.worker.gpu.sample import logprob, states
+
+    states.apply_temperature = divide_by_temperature
+    logprob.compute_token_logprobs = compute_token_logprobs
+
+
+def shares_sampler() -> bool:
+    from vllm.v1.worker.gpu.sample import logprob, states
+
+    return (
+        states.apply_temperature is divide_by_temperature and logprob.compute_token_logprobs is compute_token_logprobs
+    )
