@@ -42,6 +42,8 @@ def test_a_changed_flow_travels_as_json_and_comes_back_equal():
         ({"rollout": {"bf16_first_layers": -1}}, "bf16_first_layers=-1 must be a whole number >= 0"),
         ({"rollout": {"kv_cache": "fp8"}}, "kv_cache=fp8 is unknown; allowed: bf16"),
         ({"train": {"linear": "vllm_fp8"}}, "only defined for the rollout"),
+        ({"train": {"wgrad": "int8"}}, "flow.train.wgrad=int8 is unknown; allowed: requantize, copy, blocks, bf16"),
+        ({"rollout": {"wgrad": "copy"}}, "flow.rollout.wgrad=copy is only defined for training: set flow.train.wgrad"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_sentence_with_what_is_allowed(change, message):
