@@ -110,6 +110,10 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
     def get_per_tensor_param(self, *args, **kwargs):
         """VeRL calls this once per weight sync, before any weight moves: the place to ask what the rollout runs."""
         self._handshake.check()
+        # Here and not above: VeRL has loaded its rollout by now, which takes vLLM's import, and nothing has been sent yet.
+        from jetrl.integrations.verl import sync_watch
+
+        sync_watch.install()
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
         if self._settings.wire == "fp8":
             weights = quantized_on_the_way(weights, self._handshake.fp8_weights, get_device_id())

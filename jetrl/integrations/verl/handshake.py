@@ -133,13 +133,13 @@ def _ask_server(name: str, known_digests: list[str]) -> list[dict]:
             time.sleep(0.02)
     except ray.exceptions.RayError as e:
         raise JobError(
-            f"{name} could not tell which precision graph it runs ({_last_line(e)}); is jetrl's vLLM plug-in installed in the "
+            f"{name} could not tell which precision graph it runs ({last_line(e)}); is jetrl's vLLM plug-in installed in the "
             f"rollout's environment and allowed by VLLM_PLUGINS?"
         ) from e
     raise JobError(f"{name} did not tell within {TIMEOUT_SECONDS:.0f} s which precision graph it runs")
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """The last line of what a remote call raised, or its type where it has no text (an assert without a message)."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
