@@ -15,10 +15,10 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,10 +52,12 @@ SIZES = {
     "150m": Size(1024, 3072, 12, 16, 8),
 }
 RAMP_STEPS = 50
-CHECK_EVERY = 10
-# Near the target the learning rate drops: accuracy of a long chain, (accuracy of a step) ** steps, rises tenfold in few
-# steps there, and a start far above the target leaves reinforcement learning nothing to do.
-SLOW_FROM, SLOW_FACTOR = 0.01, 0.3
+CHECK_EVERY = 5
+# The learning rate falls along a cosine to this share of its height: a long chain is right only when every step is, which
+# takes a quiet end, and there the accuracy rises slowly enough to be stopped at the target.
+LOWEST_RATE = 0.05
+# Batches are made in processes beside the steps: templates and tokens of 64 chains cost as much as a step on an H200.
+WORKERS = 3
 # Beyond this sampled accuracy the model is not written: RL is to start at 0.1 to 0.4.
 HIGHEST_START = 0.4
 
@@ -86,9 +88,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, size: Size, longest: int, see
     return Qwen3ForCausalLM(config)
 
 
-def batch_of(
-    tokenizer: PreTrainedTokenizerFast, problems: list[Problem], device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels), both [problems, longest] int64, padded on the right; labels are -100 outside the answer.
 
     Prompt and answer are encoded apart, as the rollout sees them: the answer's first token never merges with the prompt.
@@ -103,19 +103,31 @@ def batch_of(
         ids.append(torch.tensor(prompt + answer))
         labels.append(torch.tensor([-100] * len(prompt) + answer))
     pad = torch.nn.utils.rnn.pad_sequence
-    padded = (
-        pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
-        pad(labels, batch_first=True, padding_value=-100),
+    return pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id), pad(
+        labels, batch_first=True, padding_value=-100
     )
-    return tuple(tensor.to(device) for tensor in padded)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batch number i, from a stream of its own: the same batches in the same order for any number of workers."""
+
+    def __init__(self, tokenizer, task: TaskConfig, held_out: set[str], args: argparse.Namespace) -> None:
+        self.tokenizer, self.task, self.held_out, self.args = tokenizer, task, held_out, args
+
+    def __len__(self) -> int:
+        return self.args.max_steps
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = problem_stream(self.task, f"warm-up/{self.args.seed}/{number}")
+        fresh = (problem for problem in stream if problem.question not in self.held_out)
+        return batch_of(self.tokenizer, list(itertools.islice(fresh, self.args.batch)))
 
 
 @torch.no_grad()
-def accuracies(model: Qwen3ForCausalLM, tokenizer, problems: list[Problem], batch: int) -> tuple[float, float]:
+def accuracies(model: Qwen3ForCausalLM, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
     """(share of problems that greedy decoding would solve, mean probability of sampling the right answer), teacher-forced."""
     greedy, sampled = [], []
-    for start in range(0, len(problems), batch):
-        ids, labels = batch_of(tokenizer, problems[start : start + batch], model.device)
+    for ids, labels in batches:
         logits = model(input_ids=ids).logits[:, :-1].float()
         target = labels[:, 1:]
         counts = target != -100
@@ -138,16 +150,27 @@ def decoded_accuracy(model: Qwen3ForCausalLM, tokenizer, problems: list[Problem]
     return sum(scores) / len(scores)
 
 
-def warm_up(model, tokenizer, problems: Iterator[Problem], probe: list[Problem], args: argparse.Namespace) -> dict:
-    """Supervised steps until the sampled accuracy on `probe` reaches args.target; prints one line a check."""
-    fused = model.device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=fused)
-    start, slow = time.monotonic(), 1.0
-    for step in range(1, args.max_steps + 1):
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / RAMP_STEPS) * slow
-        ids, labels = batch_of(tokenizer, list(itertools.islice(problems, args.batch)), model.device)
+def rate(step: int, args: argparse.Namespace) -> float:
+    """The learning rate: a ramp, then a cosine from args.lr to its LOWEST_RATE at args.decay_steps, where it stays."""
+    done = min(1.0, step / args.decay_steps)
+    return (
+        args.lr * min(1.0, step / RAMP_STEPS) * (LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2)
+    )
+
+
+def warm_up(model, batches: Batches, probe: list[tuple[torch.Tensor, torch.Tensor]], args: argparse.Namespace) -> dict:
+    """Supervised steps until the sampled accuracy on `probe` reaches args.target; prints a line every tenth check."""
+    on_gpu = model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu)
+    loader = torch.utils.data.DataLoader(
+        batches, batch_size=None, num_workers=WORKERS if on_gpu else 0, pin_memory=on_gpu
+    )
+    start = time.monotonic()
+    for step, (ids, labels) in enumerate(loader, 1):
+        optimizer.param_groups[0]["lr"] = rate(step, args)
+        ids, labels = ids.to(model.device, non_blocking=True), labels.to(model.device, non_blocking=True)
         # Padding stands on the right, where causal attention hides it: without a mask SDPA takes its fast path.
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=fused):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
             loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,15 +178,14 @@ def warm_up(model, tokenizer, problems: Iterator[Problem], probe: list[Problem],
         optimizer.zero_grad(set_to_none=True)
         if step % CHECK_EVERY:
             continue
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=fused):
-            greedy, sampled = accuracies(model, tokenizer, probe, args.batch)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+            greedy, sampled = accuracies(model, probe)
         seconds = time.monotonic() - start
-        print(
-            f"step {step:5d}  loss {loss.item():.4f}  accuracy greedy {greedy:.3f} sampled {sampled:.3f}  {seconds:6.1f} s",
-            flush=True,
-        )
-        slow = SLOW_FACTOR if sampled >= SLOW_FROM else slow
-        if sampled >= args.target or (args.seconds is not None and seconds >= args.seconds):
+        ended = sampled >= args.target or (args.seconds is not None and seconds >= args.seconds)
+        if ended or step % (10 * CHECK_EVERY) == 0:
+            figures = f"loss {loss.item():.4f}  accuracy greedy {greedy:.3f} sampled {sampled:.3f}"
+            print(f"step {step:5d}  {figures}  {seconds:6.1f} s", flush=True)
+        if ended:
             return {"steps": step, "seconds": seconds, "reached": sampled >= args.target}
     raise SystemExit(
         f"after {args.max_steps} steps the sampled accuracy is still below --target {args.target}; raise --max-steps"
@@ -191,6 +213,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.2, help="stop at this accuracy of sampled answers")
     parser.add_argument("--batch", type=int, default=64, help="chains a step")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--decay-steps", type=int, default=700, help="steps over which the learning rate falls")
     parser.add_argument("--max-steps", type=int, default=4000)
     parser.add_argument("--seconds", type=float, help="stop then, below the target too; reached says so")
     parser.add_argument(
@@ -211,17 +234,18 @@ def main(argv: list[str] | None = None) -> dict:
     task: TaskConfig = replace(shipped, options={"length": args.length, "digits": args.digits})
     validation = generate(task)["val"]
     held_out = {problem.question for problem in validation}
-    stream = (p for p in problem_stream(task, f"warm-up/{args.seed}") if p.question not in held_out)
 
     longest = args.length + 256  # the job's prompts have at most 192 tokens (configs/data/chain.yaml)
     tokenizer = load_tokenizer(longest)
     model = make_model(tokenizer, SIZES[args.size], longest, args.seed).to(args.device)
     if args.early and not (args.out / "config.json").exists():
         save(copy.deepcopy(model).to("cpu", torch.bfloat16), tokenizer, args.out)
-    reached = warm_up(model, tokenizer, stream, validation, args)
+    parts = [validation[start : start + args.batch] for start in range(0, len(validation), args.batch)]
+    probe = [tuple(tensor.to(args.device) for tensor in batch_of(tokenizer, part)) for part in parts]
+    reached = warm_up(model, Batches(tokenizer, task, held_out, args), probe, args)
 
     model = model.to(torch.bfloat16)
-    greedy, sampled = accuracies(model, tokenizer, validation, args.batch)
+    greedy, sampled = accuracies(model, probe)
     if sampled > HIGHEST_START:
         raise SystemExit(f"sampled accuracy {sampled:.3f} is above {HIGHEST_START}; lower --target or --lr")
     decoded = decoded_accuracy(model, tokenizer, validation[: args.decode], args.length) if args.decode else None

@@ -10,7 +10,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from jetrl.data.sources import HUB, Problem, generate, local_files, read_dataset
+from jetrl.data.sources import HUB, REASONING_GYM, Problem, generate, local_files, read_dataset
 from jetrl.data.task import TaskConfig
 from jetrl.errors import UserError
 
@@ -113,7 +113,7 @@ def _rows(task: TaskConfig, split: str, problems: list[Problem]) -> list[dict]:
 def _key(task: TaskConfig) -> bytes:
     """Everything that decides the rows, as JSON: configuration, generator version, and the local files' state."""
     files = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in local_files(task)]
-    made_by = version("reasoning-gym") if task.generated else None
+    made_by = version("reasoning-gym") if task.name in REASONING_GYM else None
     key = {"format": ROW_FORMAT, "task": task.to_dict(), "files": files, "reasoning_gym": made_by}
     return json.dumps(key, sort_keys=True).encode()
 

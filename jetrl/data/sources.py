@@ -17,6 +17,8 @@ from jetrl.errors import UserError
 # How many questions may be drawn for one row of a validation set of distinct questions before giving up: ten times
 # rejection is far more than 2- and 3-term sums need, and ends in milliseconds where a task has too few questions.
 DRAWS_PER_ROW = 10
+# Tasks that this package generates; it need not be installed for the others.
+REASONING_GYM = ("arithmetic", "gsm_symbolic")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def problem_stream(task: TaskConfig, stream: int | str) -> Iterator[Problem]:
     if task.name == "chain":
         chains = chain_problems(task.options["length"], task.options["digits"], str(stream))
         yield from (Problem(question, answer) for question, answer in chains)
+        return
     with warnings.catch_warnings():
         # One of its dependencies compares strings with `is`; the warning would greet every user on the first run.
         warnings.simplefilter("ignore", SyntaxWarning)
