@@ -20,6 +20,8 @@ def build_engine(
     sequence_parallel: int = 1,
     param_offload: bool = False,
     optimizer_offload: bool = False,
+    forward_only: bool = False,
+    use_liger: bool = False,
     **override,
 ):
     """An initialized JetFSDPEngine. override: keys of model.override_config."""
@@ -34,6 +36,7 @@ def build_engine(
         override_config=override,
         enable_gradient_checkpointing=gradient_checkpointing,
         use_remove_padding=packed,
+        use_liger=use_liger,
     )
     engine = FSDPEngineConfig(
         strategy=strategy,
@@ -42,6 +45,7 @@ def build_engine(
         ulysses_sequence_parallel_size=sequence_parallel,
         param_offload=param_offload,
         optimizer_offload=optimizer_offload,
+        forward_only=forward_only,
     )
     stochastic = dict(optimizer_impl="jetrl.optimizer", optimizer="StochasticAdamW") if masters == "bf16" else {}
     optimizer = FSDPOptimizerConfig(lr=1e-4, total_training_steps=10, **stochastic)
@@ -53,13 +57,19 @@ def build_engine(
 
 
 def batch(
-    vocabulary: int, seed: int = 0, sequences: int = 8, micro_batch: int = 2, longest: int = 20, packed: bool = False
+    vocabulary: int,
+    seed: int = 0,
+    sequences: int = 8,
+    micro_batch: int = 2,
+    shortest: int = 5,
+    longest: int = 20,
+    packed: bool = False,
 ):
     """A batch as VeRL's trainer hands it to an engine: nested token ids, positions, and a mask of what counts."""
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, longest, (sequences,), generator=generator).tolist()
+    lengths = torch.randint(shortest, longest, (sequences,), generator=generator).tolist()
     rows = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
     def nested(values):
