@@ -13,12 +13,8 @@
 // this weight and at the same time let its dependents start early (griddepcontrol.launch_dependents); one that starts
 // nothing early may. This kernel starts its own dependents only after its wait, which keeps the rule about one kernel.
 //
-// CTAs of a cluster work on neighbouring weight rows and need the same activations: each brings its share of a stage to all
-// of them, so that the L2 cache hands every activation out once per cluster. A stage may be filled again when all CTAs of
-// the cluster are done with it, and no CTA leaves before the last sign of that has arrived.
-//
-// Compiled by NVRTC (few_rows_gemm.py) with NR in {16, 32, 64}, MR in {8, 16, 32, 64}, DEPTH, STAGES, CLUSTER (divides DEPTH),
-// OUT_FLOAT in {0, 1} and WGMMA(d, a, b, accumulate) defined for NR.
+// Compiled by NVRTC (few_rows_gemm.py) with NR in {16, 32, 64}, MR in {8, 16, 32, 64}, DEPTH, STAGES, OUT_FLOAT in {0, 1}
+// and WGMMA(d, a, b, accumulate) defined for NR.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -34,8 +30,6 @@ constexpr u32 S_BLOCK = MR * 4, S_COPIED = DEPTH * S_BLOCK, S_BYTES = (S_COPIED 
 constexpr u32 GROUP = DEPTH < 4 ? DEPTH : 4;  // blocks on the tensor core at a time
 constexpr u32 MATH_WARPS = 4;
 constexpr u32 ACC = NR / 2;
-constexpr u32 A_SHARE = A_BYTES / CLUSTER, BLOCKS_SHARE = DEPTH / CLUSTER;  // of a stage, that one CTA of the cluster brings
-static_assert(DEPTH % CLUSTER == 0, "a stage's blocks are shared out evenly");
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -51,23 +45,6 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// On the barrier at this address in the shared memory of CTA `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -79,15 +56,6 @@ __device__ __forceinline__ void copy_blocks(const TensorMap* map, u32 barrier, u
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
             "r"(destination), "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(block) : "memory");
-}
-
-// The same into the shared memory, and with a signal on the barrier, of every CTA of the cluster.
-__device__ __forceinline__ void copy_blocks_to_all(const TensorMap* map, u32 barrier, u32 destination, int row, int block) {
-    const unsigned short all = (1 << CLUSTER) - 1;
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::
-            "r"(destination), "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(block), "h"(all) : "memory");
 }
 
 __device__ __forceinline__ void copy_scales(const TensorMap* map, u32 barrier, u32 destination, int block) {
@@ -129,14 +97,6 @@ __device__ __forceinline__ void add_scaled(float (&total)[ACC], const float (&pa
         total[4 * i + 2] = fmaf(lower, partial[4 * i + 2], total[4 * i + 2]);
         total[4 * i + 3] = fmaf(lower, partial[4 * i + 3], total[4 * i + 3]);
     }
-}
-
-// This CTA's share of the activation blocks from `block` on.
-__device__ __forceinline__ void copy_activations(const TensorMap* map, u32 barrier, u32 stage, u32 rank, int block) {
-    if constexpr (CLUSTER == 1)
-        copy_blocks(map, barrier, stage, 0, block);
-    else
-        copy_blocks_to_all(map, barrier, stage + rank * A_SHARE, 0, block + rank * BLOCKS_SHARE);
 }
 
 template <int J>
@@ -181,32 +141,27 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
     const u32 warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int first_row = blockIdx.x * NR;
     const int steps = (k_blocks + DEPTH - 1) / DEPTH;
-    const u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
 
     if (threadIdx.x == 0) {
 #pragma unroll
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
-            barrier_init(empty + 8 * i, MATH_WARPS * CLUSTER);
+            barrier_init(empty + 8 * i, MATH_WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 
     if (warp == MATH_WARPS) {
-        const int early = steps < STAGES ? steps : STAGES;
         if (lane == 0) {
+            const int early = steps < STAGES ? steps : STAGES;
             for (int i = 0; i < early; ++i) {
                 barrier_expect(full + 8 * i, A_BYTES + W_BYTES + S_COPIED);
                 copy_blocks(&w_map, full + 8 * i, w_at + i * W_BYTES, first_row, i * DEPTH);
             }
-        }
-        // The others' barriers must exist before activations signal them.
-        if constexpr (CLUSTER > 1) cluster_sync();
-        if (lane == 0) {
             asm volatile("griddepcontrol.wait;" ::: "memory");
             for (int i = 0; i < early; ++i) {
-                copy_activations(&a_map, full + 8 * i, a_at + i * A_BYTES, rank, i * DEPTH);
+                copy_blocks(&a_map, full + 8 * i, a_at + i * A_BYTES, 0, i * DEPTH);
                 copy_scales(&s_map, full + 8 * i, s_at + i * S_BYTES, i * DEPTH);
             }
             asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -216,22 +171,19 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
                 barrier_wait(empty + 8 * stage, parity);
                 barrier_expect(barrier, A_BYTES + W_BYTES + S_COPIED);
                 copy_blocks(&w_map, barrier, w_at + stage * W_BYTES, first_row, i * DEPTH);
-                copy_activations(&a_map, barrier, a_at + stage * A_BYTES, rank, i * DEPTH);
+                copy_blocks(&a_map, barrier, a_at + stage * A_BYTES, 0, i * DEPTH);
                 copy_scales(&s_map, barrier, s_at + stage * S_BYTES, i * DEPTH);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        if constexpr (CLUSTER > 1) cluster_sync();
         return;
     }
 
-    if constexpr (CLUSTER > 1) cluster_sync();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const u32 upper_row = warp * 16 + lane / 4, lower_row = upper_row + 8;
     // NR divides 128, so the CTA's rows share one weight scale per 128 of k.
-    // (A CTA that only fills up a cluster starts past the last row and stores nothing.)
-    const float* scale_row = w_scale + (long long)(first_row < n ? first_row / 128 : 0) * k_blocks;
+    const float* scale_row = w_scale + (long long)(first_row / 128) * k_blocks;
     float total[ACC] = {}, partial[GROUP][ACC] = {};
     u32 stage = 0, parity = 0;
 
@@ -261,16 +213,11 @@ few_rows_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ T
             // In order: each block is added only after the one before it.
             add_in_order<0>(total, partial, upper, lower);
         }
-        if constexpr (CLUSTER == 1) {
-            if (lane == 0) barrier_arrive(empty + 8 * stage);
-        } else {
-            if (lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
-        }
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
     const int first_column = first_row + 2 * (lane % 4);
     store_row(out, total, 0, upper_row, m, first_column, n);
     store_row(out, total, 1, lower_row, m, first_column, n);
-    if constexpr (CLUSTER > 1) cluster_sync();
 }

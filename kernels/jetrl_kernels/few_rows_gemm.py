@@ -40,13 +40,11 @@ def _wgmma_macro(weight_rows: int) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """How one launch is cut: weight rows of a CTA, blocks of 128 of k that one bulk copy moves, stages in flight, CTAs that
-    share what they read of the activations (a divisor of depth)."""
+    """How one launch is cut: weight rows of a CTA, blocks of 128 of k that one bulk copy moves, stages in flight."""
 
     weight_rows: int
     depth: int
     stages: int
-    cluster: int = 1
 
 
 def _stage_bytes(row_class: int, weight_rows: int, depth: int) -> int:
@@ -55,13 +53,7 @@ def _stage_bytes(row_class: int, weight_rows: int, depth: int) -> int:
 
 
 def plan(
-    m: int,
-    n: int,
-    k: int,
-    weight_rows: int | None = None,
-    depth: int | None = None,
-    shared: int | None = None,
-    cluster: int | None = None,
+    m: int, n: int, k: int, weight_rows: int | None = None, depth: int | None = None, shared: int | None = None
 ) -> Shape:
     """The fastest cut of a sweep on an H200 (benchmarks/bench_decode.py --sweep); arguments after k override it.
 
@@ -77,7 +69,7 @@ def plan(
         cut = (32, 4, 110 if m <= 32 else 210)
     weight_rows, depth = weight_rows or cut[0], depth or cut[1]
     fit = ((shared or cut[2] << 10) - 1024) // _stage_bytes(row_class(m), weight_rows, depth)
-    return Shape(weight_rows, depth, max(2, min(fit, ceil_div(k // TILE, depth))), cluster or 1)
+    return Shape(weight_rows, depth, max(2, min(fit, ceil_div(k // TILE, depth))))
 
 
 def row_class(m: int) -> int:
@@ -104,7 +96,6 @@ def compile_cubin(rows: int, shape: Shape, out_float: bool) -> bytes:
         f"-DNR={shape.weight_rows}".encode(),
         f"-DDEPTH={shape.depth}".encode(),
         f"-DSTAGES={shape.stages}".encode(),
-        f"-DCLUSTER={shape.cluster}".encode(),
         f"-DOUT_FLOAT={int(out_float)}".encode(),
     ]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -163,23 +154,6 @@ def _scale_map(scale: torch.Tensor, rows_of_box: int, depth: int):
     return _encode(scale.data_ptr(), True, [rows, blocks], [4 * scale.stride(1)], [rows_of_box, depth])
 
 
-def _attributes(overlap: bool, cluster: int) -> list:
-    from cuda.bindings import driver
-
-    attributes = []
-    if overlap:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-        attributes.append(attribute)
-    return attributes
-
-
 def gemm_nt(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -200,7 +174,7 @@ def gemm_nt(
     function = _kernel(a.device.index, rows, shape, out.dtype == torch.float32)
     maps = (
         _code_map(b, shape.weight_rows, shape.depth),
-        _code_map(a, rows, shape.depth // shape.cluster),
+        _code_map(a, rows, shape.depth),
         _scale_map(a_scale, rows, shape.depth),
     )
     values = (
@@ -213,11 +187,13 @@ def gemm_nt(
     pointers = [int(m.getPtr()) for m in maps] + [ctypes.addressof(v) for v in values]
     parameters = (ctypes.c_void_p * len(pointers))(*pointers)
     config = driver.CUlaunchConfig()
-    ctas = ceil_div(ceil_div(n, shape.weight_rows), shape.cluster) * shape.cluster
-    config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = ceil_div(n, shape.weight_rows), 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = _THREADS, 1, 1
     config.sharedMemBytes = shared_bytes(rows, shape)
     config.hStream = torch.cuda.current_stream(a.device).cuda_stream
-    config.attrs = _attributes(overlap, shape.cluster)
-    config.numAttrs = len(config.attrs)
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
     _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
