@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl import weight_cache
 from jetrl.convert import convert, stock_forward
 from jetrl.errors import UserError
+from jetrl.fusion import trace
 from jetrl.fusion.layer import attention_function
 from jetrl.fusion.norm import rms_norm
 from jetrl.linear import fp8_linear
@@ -155,6 +156,32 @@ def test_checkpointing_by_layer_changes_no_bit(architecture):
     assert all(
         torch.equal(plain[n], again[n]) for n in plain if DEVICE == "cpu" or "embed" not in n and "lm_head" not in n
     )
+
+
+def test_recomputing_a_checkpointed_layer_leaves_out_its_last_gemm():
+    """As torch's checkpointing does for a layer that ends in nn.Linear: nothing in the backward reads its output."""
+    model, _ = build("qwen3")
+    layer = model.model.layers[0]
+    hidden = torch.randn(1, 20, 256, device=DEVICE).bfloat16().requires_grad_()
+    tables = model.model.rotary_emb(hidden, torch.arange(20, device=DEVICE)[None])
+
+    class Names(trace.Listener):
+        def enter(self, names):
+            seen.append(names[0])
+
+        def leave(self):
+            pass
+
+    seen: list[str] = []
+    trace.listen(Names())
+    try:
+        out = checkpoint(lambda: layer(hidden, position_embeddings=tables), use_reentrant=False)
+        forward = list(seen)
+        seen.clear()
+        out.sum().backward()
+    finally:
+        trace.listen(None)
+    assert forward[-1] == "mlp.down_proj" and seen == forward[:-1]
 
 
 def saved_storages(run):

@@ -1,4 +1,9 @@
-"""From attention's output to the next residual stream: o projection, norm, gated MLP, both additions. One autograd step."""
+"""From attention's output to the next residual stream: o projection, norm, gated MLP, both additions.
+
+One autograd step, `_AttentionOutputFunction`, keeps everything and computes the whole backward. It leaves the last GEMM's
+forward to a second step that keeps nothing: gradient checkpointing stops recomputing a layer once it has what the layer had
+kept, and so never repeats that GEMM.
+"""
 
 from dataclasses import dataclass
 
@@ -21,18 +26,11 @@ class AttentionOutput:
 
     def __call__(self, attention, hidden, o_weight, o_bias, norm_weight, gate_weight, up_weight, down_weight):
         """attention (T, heads * D), hidden (T, K): the stream before this layer. Returns the stream behind it (T, K)."""
-        return _AttentionOutputFunction.apply(
-            self,
-            torch.is_grad_enabled(),
-            attention,
-            hidden,
-            o_weight,
-            o_bias,
-            norm_weight,
-            gate_weight,
-            up_weight,
-            down_weight,
+        weights = (o_weight, o_bias, norm_weight, gate_weight, up_weight, down_weight)
+        gradient, codes, scale, stream = _AttentionOutputFunction.apply(
+            self, torch.is_grad_enabled(), attention, hidden, *weights
         )
+        return _DownFunction.apply(self, gradient, codes, scale, stream, down_weight)
 
 
 class _AttentionOutputFunction(torch.autograd.Function):
@@ -51,16 +49,17 @@ class _AttentionOutputFunction(torch.autograd.Function):
             gate_up = step.gate_up.fprop(codes, scale, (gw, uw), (None, None), dtype)
         with scope("mlp.act_fn"):
             codes, scale, kept_a = silu_mul_quantize(*step.gate_up.parts(gate_up), step.down.format, keep)
-        with scope("mlp.down_proj"):
-            out = _unpadded(step.down, step.down.fprop(codes, scale, (dw,), (None,), dtype))
         if keep:
             ctx.save_for_backward(stream, norm_weight, rstd, gate_up, ow, gw, uw, dw, *kept_o, *kept_x, *kept_a)
             ctx.step, ctx.kept = step, len(kept_o)
             ctx.bias_dtype = None if ob is None else ob.dtype
-        return out.add_(stream)
+        ctx.mark_non_differentiable(codes, scale, stream)
+        # Stands for the layer's output in the autograd graph: its gradient comes here. NaN, so that no value of it can be used.
+        gradient = hidden.new_full((1, 1), float("nan")).expand(hidden.shape)
+        return gradient, codes, scale, stream
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         stream, norm_weight, rstd, gate_up, ow, gw, uw, dw, *rest = ctx.saved_tensors
         step, n = ctx.step, ctx.kept
         kept_o, kept_x, kept_a = (tuple(rest[i * n : (i + 1) * n]) for i in range(3))
@@ -89,6 +88,20 @@ class _AttentionOutputFunction(torch.autograd.Function):
         if ctx.bias_dtype is not None:
             d_ob = d_stream.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         return None, None, d_attention, d_stream, d_ow, d_ob, d_norm.to(norm_weight.dtype), d_gw, d_uw, d_dw
+
+
+class _DownFunction(torch.autograd.Function):
+    """down_proj and the addition behind it. The gradient passes through to the step that can use it."""
+
+    @staticmethod
+    def forward(ctx, step, gradient, codes, scale, stream, weight):
+        with scope("mlp.down_proj"):
+            out = _unpadded(step.down, step.down.fprop(codes, scale, (weight,), (None,), stream.dtype))
+        return out.add_(stream)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad, None, None, None, None
 
 
 def _gate_up_gradient(d_act: torch.Tensor, gate_up: torch.Tensor, projection: Projection, for_wgrad: bool):
