@@ -126,6 +126,10 @@ def _engine(engine: str, shape: str, sleep: bool):
 
 def measure_speed(arguments: argparse.Namespace, engine: str) -> list[dict]:
     weights = trainer_weights(config_of(arguments.shape))
+    if arguments.second_gpu:
+        # The engine's processes see the GPUs in the other order; the bucket stays on this process's first one.
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed(seen))
     llm, rows = _engine(engine, arguments.shape, False), []
     for path, (kind, wire) in PATHS.items():
         if kind != engine:
@@ -134,7 +138,7 @@ def measure_speed(arguments: argparse.Namespace, engine: str) -> list[dict]:
         runs = [refit(llm, weights, wire) for _ in range(arguments.repeats)]
         seconds = [s for s, _ in runs]
         rows.append(
-            {"path": path, "seconds": statistics.median(seconds), "spread": (max(seconds) - min(seconds)) / min(seconds),
+            {"path": path, "gpus": 1 + arguments.second_gpu, "seconds": statistics.median(seconds), "spread": (max(seconds) - min(seconds)) / min(seconds),
              "gb": runs[0][1] / 1e9, "hash": llm.collective_rpc(_hash)[0][:12]}
         )  # fmt: skip
     return rows
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=0)
     parser.add_argument("--cycle-shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--skip-speed", action="store_true")
+    parser.add_argument("--second-gpu", action="store_true", help="the engine runs on another GPU than the trainer")
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -205,7 +210,14 @@ def main() -> None:
                 print(line, end="", flush=True)
         if running.wait() != 0:
             print(f"{child}: ended with exit code {running.returncode}", flush=True)
-    print(write_results(f"refit-{arguments.shape}", results["speed"], arguments.out, cycles=results["cycles"]))
+    print(
+        write_results(
+            f"refit-{arguments.shape}" + ("-2gpus" if arguments.second_gpu else ""),
+            results["speed"],
+            arguments.out,
+            cycles=results["cycles"],
+        )
+    )
 
 
 if __name__ == "__main__":
