@@ -169,10 +169,12 @@ def measure_cycles(arguments: argparse.Namespace) -> list[dict]:
             out = llm.generate([{"prompt_token_ids": list(range(100, 164))}], params, use_tqdm=False)
             tokens.add(tuple(out[0].outputs[0].token_ids))
         free, total = torch.cuda.mem_get_info()
-        used.append((total - free) / 1e6)
+        worker = worker_memory(llm)[0]
+        used.append({"device": total - free, "worker_torch": worker["reserved"], "worker_host": worker["host"]})
     return [
-        {"cycles": arguments.cycles, "hashes": len(hashes), "outputs": len(tokens), "used_mb_after_10": used[9],
-         "used_mb_at_end": used[-1], "growth_mb": used[-1] - used[9], "worker": worker_memory(llm)[0]["reserved"] / 1e6,
+        {"cycles": arguments.cycles, "hashes": len(hashes), "outputs": len(tokens),
+         **{f"{k}_mb_after_10": v / 1e6 for k, v in used[9].items()},
+         **{f"{k}_growth_mb": (used[-1][k] - v) / 1e6 for k, v in used[9].items()},
          "seconds_per_cycle": (time.perf_counter() - start) / arguments.cycles}
     ]  # fmt: skip
 

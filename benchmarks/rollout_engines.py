@@ -118,7 +118,7 @@ def _fill_fp8(model: torch.nn.Module) -> None:
 
 
 def worker_memory(llm: "LLM") -> list[dict]:
-    """Per worker: bytes of the model's parameters, and the peak that torch's allocator has held so far."""
+    """Per worker, in bytes: the model's parameters, torch's peak and what it reserves now, and the process's host memory."""
     return llm.collective_rpc(_memory)
 
 
@@ -128,4 +128,5 @@ def _memory(worker) -> dict:
         "weights": sum(p.numel() * p.element_size() for p in parameters),
         "peak": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
+        "host": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     }
