@@ -1,6 +1,6 @@
 """The real engine on one and two GPUs, without Ray: strategies, offloading, checkpointing, Ulysses, resume, weight sync.
 
-    python tests/gpu/engine_cases.py OUT.json        (uses every visible GPU)
+    python tests/gpu/engine_cases.py OUT.json GPUS [fsdp fsdp2]
 
 Each case runs in every rank of one process group and returns plain figures; `check` says what must hold of them.
 """
@@ -149,31 +149,23 @@ def sync(folder: str, **options) -> dict:
     }
 
 
-def cases(world: int) -> list[tuple]:
-    """(name, function, options)."""
-    both = [(f"{strategy} {world} GPU", run, dict(strategy=strategy)) for strategy in ("fsdp", "fsdp2")]
-    more = []
-    for strategy in ("fsdp", "fsdp2"):
-        more += [
-            (f"{strategy} {world} GPU deterministic", run, dict(strategy=strategy, deterministic=True)),
-            (
-                f"{strategy} {world} GPU offload",
-                run,
-                dict(strategy=strategy, param_offload=True, optimizer_offload=True, deterministic=True),
-            ),
-            (
-                f"{strategy} {world} GPU checkpointing",
-                run,
-                dict(strategy=strategy, gradient_checkpointing=True, deterministic=True),
-            ),
-            (f"{strategy} {world} GPU bf16", run, dict(strategy=strategy, jetrl_flow="bf16")),
-            (f"{strategy} {world} GPU resume", resume, dict(strategy=strategy)),
-            (f"{strategy} {world} GPU sync", sync, dict(strategy=strategy)),
-        ]
-    if world > 1:
-        more.append((f"fsdp2 {world} GPU ulysses", run, dict(strategy="fsdp2", sequence_parallel=world)))
-        more.append((f"fsdp2 {world} GPU fp32 masters", run, dict(strategy="fsdp2", masters="fp32")))
-    return both + more
+def cases(world: int, strategies: list[str]) -> list[tuple]:
+    """(name, function, options), the most telling first: a run that is cut short keeps what it has."""
+    found = []
+    for kind, function, options in (
+        ("deterministic", run, dict(deterministic=True)),
+        ("resume", resume, {}),
+        ("sync", sync, {}),
+        ("offload", run, dict(param_offload=True, optimizer_offload=True, deterministic=True)),
+        ("checkpointing", run, dict(gradient_checkpointing=True, deterministic=True)),
+        ("ulysses", run, dict(sequence_parallel=world)),
+        ("fp32 masters", run, dict(masters="fp32")),
+        ("bf16", run, dict(jetrl_flow="bf16")),
+    ):
+        for strategy in strategies:
+            if kind != "ulysses" or world > 1:
+                found.append((f"{strategy} {world} GPU {kind}", function, dict(strategy=strategy, **options)))
+    return found
 
 
 def check(name: str, result: dict, plain: dict | None) -> str | None:
@@ -192,13 +184,16 @@ def check(name: str, result: dict, plain: dict | None) -> str | None:
     return None
 
 
-def rank_main(rank: int, world: int, port: int, folder: str, out: str) -> None:
+def rank_main(rank: int, world: int, port: int, folder: str, out: str, strategies: list[str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), CUBLAS_WORKSPACE_CONFIG=":4096:8")
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    if rank == 0:
+        save_model(Path(folder))
+    dist.barrier()
     results = {}
-    for name, function, options in cases(world):
+    for name, function, options in cases(world, strategies):
         began = time.perf_counter()
         try:
             results[name] = function(folder, **options)
@@ -218,13 +213,11 @@ def rank_main(rank: int, world: int, port: int, folder: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def main(out: str, worlds: list[int]) -> None:
+def main(out: str, world: int, strategies: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
-        save_model(Path(name))
-        for i, world in enumerate(worlds):
-            target = out.replace(".json", f"-{world}.json")
-            mp.start_processes(rank_main, (world, 29650 + i, name, target), nprocs=world, start_method="spawn")
+        arguments = (world, 29650 + world, name, out, strategies)
+        mp.start_processes(rank_main, arguments, nprocs=world, start_method="spawn")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [int(n) for n in sys.argv[2:]] or [torch.cuda.device_count()])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or ["fsdp", "fsdp2"])
