@@ -9,7 +9,7 @@ import torch
 from launch_for_tests import words
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from jetrl import attention, check
+from jetrl import attention
 from jetrl.attention.rotary_table import rotary_table, share_rotary_table
 from jetrl.convert import convert
 from jetrl.errors import JobError, UserError
@@ -144,12 +144,11 @@ def test_nothing_stands_against_the_shipped_gpu_job():
     assert exact.obstacle(_cfg()) is None
 
 
-def test_a_cpu_job_is_refused_and_auto_takes_unified_fp8_there(capsys, tmp_path):
-    assert check.main(["precision=unified_exact"]) == 2
-    assert "attention" in capsys.readouterr().err
+def test_a_cpu_job_packs_and_auto_takes_unified_fp8_there(capsys, tmp_path):
+    assert compose_job(parse(words(tmp_path, "precision=unified_exact"))).actor_rollout_ref.model.use_remove_padding
     cfg = compose_job(parse(words(tmp_path, "precision=auto")))
     assert cfg.choices.precision == "unified_fp8" and cfg.flow.name == "unified_fp8"
-    assert "precision=auto: unified_fp8 (no equal bits in attention" in capsys.readouterr().err
+    assert "precision=auto: unified_fp8 (no equal bits in reasonable time on a CPU)" in capsys.readouterr().err
 
 
 def test_equality_counts_response_tokens_that_differ_and_ends_the_job():

@@ -96,9 +96,10 @@ class Equality:
     def around(self, loss_function: Callable) -> Callable:
         """The loss function, which sees every micro-batch's output beside its batch."""
 
-        def counted(model_output, data, *args, **kwargs):
+        def counted(*, model_output, data, **kwargs):
             self.counts.append(_count(model_output["log_probs"], data))
-            return loss_function(model_output, data, *args, **kwargs)
+            # By keyword, as VeRL calls it: its losses are partials of functions whose first argument is their configuration.
+            return loss_function(model_output=model_output, data=data, **kwargs)
 
         return counted
 
