@@ -43,7 +43,7 @@ def run(
     """Losses, gradient norms and a digest of the weights after `updates` updates of four micro-batches each."""
     from engine_for_tests import batch, build_engine, mean_log_prob_loss
 
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    set_deterministic(deterministic)
     torch.manual_seed(7)
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -72,6 +72,12 @@ def run(
     }
 
 
+def set_deterministic(on: bool) -> None:
+    """Attention's backward among others. Without torch's filling of new memory, which costs time and tests something else."""
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def digest(engine) -> list[float]:
     """Sum and sum of squares of every whole weight, in FP64: equal for equal bits, and almost surely only for those."""
     from torch.distributed.tensor import DTensor
@@ -94,7 +100,7 @@ def resume(folder: str, **options) -> dict:
     """Update, save, update; another engine loads and makes the same second update. Deterministic attention backward."""
     from engine_for_tests import batch, build_engine, mean_log_prob_loss
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    set_deterministic(True)
 
     def update(engine, seed):
         with engine.train_mode():
@@ -114,7 +120,6 @@ def resume(folder: str, **options) -> dict:
     torch.cuda.synchronize()
     update(resumed, 1)
     got = digest(resumed)
-    torch.use_deterministic_algorithms(False)
     return {"bit_identical": got == expected}
 
 
