@@ -14,12 +14,13 @@ from benchmarks.learning import gradients, model, report, stream, train
 SIZE, ROWS, LENGTH = model.SIZES["tiny"], 2, 128
 
 
-def test_batches_of_a_stream_follow_each_other():
-    text = torch.arange(200, dtype=torch.uint8).repeat(20)
-    first, second = (stream.batch(text, number, 2, 8, 3) for number in (0, 1))
-    assert first.shape == (2, 9) and torch.equal(first[0, -1], first[1, 0])
-    assert torch.equal(second[0, 0], first[1, -1])
-    assert not torch.equal(first, stream.batch(text, 0, 2, 8, 4))
+def test_batches_are_shuffled_windows_of_the_text_each_used_once():
+    text = torch.arange(161, dtype=torch.uint8)
+    seen = torch.cat([stream.batch(text, number, 4, 8, seed=3) for number in range(5)])
+    assert seen.shape == (20, 9) and torch.equal(seen[:, 0].sort().values, torch.arange(0, 160, 8))
+    assert torch.equal(seen, seen[:, :1] + torch.arange(9))
+    assert torch.equal(stream.batch(text, 5, 4, 8, seed=3), seen[:4])
+    assert not torch.equal(stream.batch(text, 0, 4, 8, seed=4), seen[:4])
 
 
 @pytest.mark.slow

@@ -19,7 +19,10 @@ ROWS = 8
 ROW_WARPS = 1
 COLUMNS = 64
 COLUMN_WARPS = 2
-REQUANTIZE_WARPS = 2
+REQUANTIZE_WARPS = 4
+# Adjacent codes that a thread of the re-quantizer holds: half of what a load could bring, which halves the columns, and
+# with them the scales and reciprocals, that each thread works out for itself.
+REQUANTIZE_VECTOR = 8
 BOTH_WARPS = 2
 
 
@@ -141,13 +144,13 @@ def _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
 @triton.jit
 def _requantize_kernel(
     codes, scale, words_t, scale_t, m, k, kp, mp, stride_sm, stride_sk, stride_scale_t,
-    COLUMNS: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(k, COLUMNS)
     tile = (tl.program_id(0) // pieces).to(tl.int64)
     first = (tl.program_id(0) % pieces).to(tl.int64) * COLUMNS
     row = tile * 128 + 4 * tl.arange(0, 32)
-    col = first + tl.arange(0, COLUMNS)
+    col = first + tl.max_contiguous(tl.multiple_of(tl.arange(0, COLUMNS), VECTOR), VECTOR)
     scale += (first // 128) * stride_sk
     x0 = _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
     x1 = _load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
@@ -224,6 +227,6 @@ def requantize_tiles_transposed(
     if codes_t.numel():
         _requantize_kernel[(ceil_div(k, COLUMNS) * (mp // TILE),)](
             _bytes(codes), scale, _words(codes_t), scale_t, m, k, kp, mp, *scale.stride(), scale_t.stride(1),
-            COLUMNS=COLUMNS, POW2=scale_format == "pow2", BF16=False, INTERPRETED=INTERPRETED, num_warps=REQUANTIZE_WARPS,
+            COLUMNS=COLUMNS, VECTOR=REQUANTIZE_VECTOR, POW2=scale_format == "pow2", BF16=False, INTERPRETED=INTERPRETED, num_warps=REQUANTIZE_WARPS,
         )  # fmt: skip
     return codes_t, scale_t
