@@ -2,19 +2,21 @@
 
     python benchmarks/mismatch_table.py --lengths 256,2048,8192 --sequences 12 [--fp32-carriers] [--parallel] -- model=tiny ...
 
-Each flow is one run of jetrl.verify: vLLM samples with the job's own engine settings, the trainer recomputes. What follows
+Each flow is one run of jetrl.verify in forks of this process: vLLM samples with the job's own engine settings, the trainer recomputes. What follows
 `--` goes to every run: model, hardware, engine keys. Random weights (a model folder with a config.json only) have nearly
 uniform log-probs; a trained model says more. --name NAME also writes benchmarks/results/NAME-<date>.json and .md.
 """
 
 import argparse
 import datetime
+import importlib
 import json
+import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from harness import commit
@@ -37,16 +39,80 @@ FIGURES = {
 }
 
 
-def start(flow: str, carriers: str, args: argparse.Namespace, folder: Path) -> tuple[subprocess.Popen, Path]:
+def import_everything() -> None:
+    """Once, before the forks: on a slow disk the imports take longer than the work. None of it may touch the GPU."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+
+    gpu = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn", "torch._inductor.compile_fx")
+    for module in (
+        "transformers.models.qwen3.modeling_qwen3", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker",
+        "vllm.model_executor.models.qwen3", "verl.workers.rollout.vllm_rollout.vllm_async_server", "verl.workers.engine_workers",
+        "jetrl.launch.preflight", "jetrl.verification.rollout", "jetrl.verification.trainer",
+        *(gpu if torch.cuda.device_count() else ()),
+    ):  # fmt: skip
+        importlib.import_module(module)
+    assert not torch.cuda.is_initialized()
+
+
+def forks_may_use_the_gpu() -> bool:
+    """False where an import has counted GPUs through the CUDA runtime: torch then refuses CUDA in every fork."""
+    import torch
+
+    return not (torch.cuda.device_count() and torch._C._cuda_isInBadFork())
+
+
+def start(flow: str, carriers: str, args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
+    """A process that verifies one flow; returns its id and the file it writes its result to."""
     out = folder / f"{flow}-{carriers}.json"
+    process = os.fork()
+    if process == 0:
+        try:
+            log = os.open(out.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            _verify(flow, carriers, args, out)
+        finally:  # a fork must never return into its parent's code
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    return process, out
+
+
+def _verify(flow: str, carriers: str, args: argparse.Namespace, out: Path) -> None:
+    from jetrl.verification.child import start as start_process
+    from jetrl.verification.child import start_forked
+    from jetrl.verification.command import prepare, verify
+    from jetrl.verification.report import failures, report_lines
+    from jetrl.verify import parse
+
     extra = FP32_CARRIERS if carriers == "fp32" else ()
-    command = [
-        sys.executable, "-m", "jetrl.verify", f"precision={flow}", f"run.dir={folder / out.stem}", "--json", str(out),
-        "--lengths", args.lengths, "--sequences", str(args.sequences), *args.words, *extra,
-    ]  # fmt: skip
+    words = [f"precision={flow}", f"run.dir={out.with_suffix('')}", *args.words, *extra]
+    words += [
+        "--lengths",
+        args.lengths,
+        "--sequences",
+        str(args.sequences),
+        "--layer-sequences",
+        str(args.layer_sequences),
+    ]
     if args.prompt_lengths:
-        command += ["--prompt-lengths", args.prompt_lengths]
-    return subprocess.Popen(command, stdout=open(out.with_suffix(".txt"), "w"), stderr=subprocess.STDOUT), out
+        words += ["--prompt-lengths", args.prompt_lengths]
+    options, _, words = parse([*words, *(["--mutations"] if args.mutations else [])])
+    cfg, space = prepare(words, options)
+    result = verify(
+        cfg,
+        options,
+        space,
+        lambda line: print(line, flush=True),
+        start_forked if forks_may_use_the_gpu() else start_process,
+    )
+    result["failures"] = failures(result, options)
+    print("\n".join(report_lines(result)), flush=True)
+    out.write_text(json.dumps(result, indent=1))
 
 
 def rows_of(flow: str, carriers: str, result: dict) -> list[dict]:
@@ -75,28 +141,42 @@ def main() -> None:
     parser.add_argument("--lengths", default="256,2048,8192")
     parser.add_argument("--prompt-lengths", default="")
     parser.add_argument("--sequences", type=int, default=12)
+    parser.add_argument("--layer-sequences", type=int, default=2, help="0: log-probs alone, no operators")
+    parser.add_argument("--mutations", action="store_true", help="the self-test too")
     parser.add_argument("--fp32-carriers", action="store_true", help="each FP8 flow also with FP32 around its layers")
     parser.add_argument("--parallel", action="store_true", help="all runs at once (figures do not depend on time)")
+    parser.add_argument("--folder", type=Path, help="of the runs; default a temporary one")
+    parser.add_argument("--keep-logs", type=Path, metavar="FOLDER", help="ends of the engines' logs go here")
     parser.add_argument("--name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
-    folder, rows, results, began = Path(tempfile.mkdtemp(prefix="mismatch-")), [], {}, time.monotonic()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="mismatch-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, results, began = [], {}, time.monotonic()
     jobs = [(flow, "bf16") for flow in args.flows.split(",")]
     if args.fp32_carriers:
         jobs += [(flow, "fp32") for flow in args.flows.split(",") if flow != "bf16" and "exact" not in flow]
+    import_everything()
+    print(f"imported in {time.monotonic() - began:.0f} s", flush=True)
     running = {}
     for job in jobs:
         running[job] = start(*job, args, folder)
         if not args.parallel:
-            running[job][0].wait()
+            os.waitpid(running[job][0], 0)
     for job, (process, out) in running.items():
-        process.wait()
-        if not out.is_file():
-            print(f"{job}: failed\n{out.with_suffix('.txt').read_text()[-2000:]}", flush=True)
-            continue
-        results["-".join(job)] = result = json.loads(out.read_text())
-        rows += rows_of(*job, result)
+        if args.parallel:
+            os.waitpid(process, 0)
+        print(
+            f"{'-'.join(job)}, {time.monotonic() - began:.0f} s\n{out.with_suffix('.txt').read_text()[-4000:]}",
+            flush=True,
+        )
+        if args.keep_logs:
+            for log in (out.with_suffix("") / "verify").glob("*.log"):
+                (args.keep_logs / f"{out.stem}.{log.name}").write_text(log.read_text()[-6000:])
+        if out.is_file():
+            results["-".join(job)] = result = json.loads(out.read_text())
+            rows += rows_of(*job, result)
     rows.sort(key=lambda r: (r["carriers"], r["length"]))
     table = markdown(rows)
     print(table, f"{time.monotonic() - began:.0f} s", flush=True)

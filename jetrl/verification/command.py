@@ -15,6 +15,7 @@ from jetrl.verification import child, random_weights
 from jetrl.verification.workspace import FOLDER, Options, Workspace
 
 Say = Callable[[str], None]
+Start = Callable[[Workspace, str, str, list[str], dict[str, str]], float]
 
 
 def prepare(words: list[str], options: Options) -> tuple[DictConfig, Workspace]:
@@ -72,8 +73,9 @@ def _check_model_files(cfg: DictConfig) -> None:
             model.load_tokenizer = False
 
 
-def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say) -> dict:
-    """Run both engines and compare. say: gets a line for every step. Returns the result as plain containers."""
+def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say, start: Start = child.start) -> dict:
+    """Run both engines and compare. say: gets a line for every step; start: runs one step in a process of its own.
+    Returns the result as plain containers."""
     model = cfg.actor_rollout_ref.model
     lengths = ", ".join(map(str, options.lengths))
     say(f"precision={cfg.choices.precision}, {model.path}: {options.sequences} sequences of {lengths} tokens")
@@ -84,7 +86,7 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say) -> dic
     if random:
         folder = space.folder.parent / "random-weights"
         space.folder.mkdir(parents=True, exist_ok=True)
-        child.start(
+        start(
             space,
             "weights",
             "jetrl.verification.random_weights",
@@ -94,15 +96,15 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say) -> dic
         say(f"the model folder has no weights: random ones (seed {options.seed}) in {folder}")
         model.path = str(folder)
     space.write(cfg, options)
-    seconds = child.start(space, "rollout", "jetrl.verification.rollout", [str(space.folder), "generate"], env)
+    seconds = start(space, "rollout", "jetrl.verification.rollout", [str(space.folder), "generate"], env)
     say(f"rollout sampled, {seconds:.0f} s")
     parallel = int(cfg.actor_rollout_ref.rollout.tensor_model_parallel_size)
     if options.layer_sequences and parallel > 1:
         say(f"operators are not compared with actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}")
     elif options.layer_sequences and not space.layers.is_file():
-        seconds = child.start(space, "layers", "jetrl.verification.rollout", [str(space.folder), "layers"], env)
+        seconds = start(space, "layers", "jetrl.verification.rollout", [str(space.folder), "layers"], env)
         say(f"rollout observed in eager mode, {seconds:.0f} s")
-    seconds = child.start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)
+    seconds = start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)
     say(f"trainer recomputed, {seconds:.0f} s")
     result = json.loads(space.result.read_text())
     return {"model": str(model.path), "random_weights": random, **result}

@@ -38,6 +38,7 @@ def main(folder: str, step: str) -> None:
     if layers_only:
         prompts = prompts[: options.layer_sequences]
         lengths = [max(1, min(n, options.layer_tokens - len(p))) for n, p in zip(lengths, prompts, strict=False)]
+    arguments.skip_tokenizer_init = model_config.tokenizer is None
     engine = _engine(arguments, options, eager=layers_only)
     if arguments.quantization == "fp8":
         _sync_as_verl_does(engine, Path(model_config.local_path))

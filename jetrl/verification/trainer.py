@@ -40,6 +40,7 @@ def main(folder: str) -> None:
         "output_lengths": [len(o) for o in sampled["outputs"]],
         "mismatch": mismatch(sampled["log_probs"], mine),
     }
+    space.result.write_text(json.dumps(result, indent=1))  # what follows may fail, or be killed
     observed = torch.load(space.layers, weights_only=False) if space.layers.is_file() else {}
     if observed:
         result["operators"], result["mutations"] = _operators(engine, cfg, observed, options)
