@@ -1,18 +1,23 @@
 """Are a token's log-probabilities the same bits in vLLM and in the trainer? One GPU, one process, random weights.
 
-    python benchmarks/exact_tokens.py [--shape small|<hub id that jetrl bundles, as Qwen/Qwen3-8B>] [--layers N] [--sequences N]
-        [--lengths 32,256,...] [--mode eager|graphs|compile] [--precision unified_exact] [--temperature T] [--out FOLDER]
+    python benchmarks/exact_tokens.py [--cases SHAPE:LAYERS:MODE:LENGTHS ...] [--sequences N] [--precision unified_exact]
+        [--temperature T] [--out FOLDER]
 
-vLLM samples prompts of mixed lengths with too few KV blocks for all of them, so sequences are preempted and recomputed;
-then the converted Hugging Face model computes the same sequences alone, in packs of 4096 tokens, in one pack, and with
-autograd and gradient checkpointing. Counted: tokens whose log-probability is not the one it was sampled with.
+SHAPE: `small` or a hub id that jetrl bundles; MODE: eager, graphs (CUDA graphs without torch.compile) or compile (vLLM's
+default); LENGTHS: output tokens, as 16,64,256. vLLM samples prompts of mixed lengths with too few KV blocks for all of
+them, so sequences are preempted and recomputed; then the converted Hugging Face model computes the same sequences alone,
+in packs of 4096 and 16384 tokens, and with autograd and gradient checkpointing. Counted: tokens whose log-probability is
+not the one it was sampled with. A last row has another attention kernel in the trainer, to show that the count sees it.
 """
 
 import argparse
 import os
 import random
+import shutil
 import tempfile
 import time
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -34,6 +39,21 @@ SMALL = {
 }  # fmt: skip
 PACK_TOKENS = 4096
 BLOCK = 16
+GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64]
+DEFAULT_CASES = ("small:4:compile:16,64,256", "small:4:eager:16,64", "HuggingFaceTB/SmolLM2-135M:4:graphs:16,64,256")
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    layers: int
+    mode: str
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        shape, layers, mode, lengths = text.split(":")
+        return cls(shape, int(layers), mode, tuple(int(n) for n in lengths.split(",")))
 
 
 def save_model(shape: str, layers: int, folder: Path) -> None:
@@ -55,33 +75,32 @@ def save_model(shape: str, layers: int, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def sample(folder: Path, args, rng: random.Random):
+def sample(folder: Path, args, case: "Case", rng: random.Random):
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     from jetrl.integrations.vllm import register
 
     register()
-    lengths = [rng.choice(args.lengths) for _ in range(args.sequences)]
+    lengths = [rng.choice(case.lengths) for _ in range(args.sequences)]
     prompts = [[rng.randrange(1000, 100000) for _ in range(rng.randrange(3, 300))] for _ in lengths]
     tokens = sum(map(len, prompts)) + sum(lengths)
-    longest = max(args.lengths) + 320
+    longest = max(case.lengths) + 320
     # Two fifths of what all sequences need at their end, and at least two of the longest.
     blocks = max(int(tokens / BLOCK * 0.4), 2 * longest // BLOCK)
     mode = {
         "eager": {"enforce_eager": True},
-        "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
-        "compile": {},
-    }[args.mode]
+        "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": GRAPHS}},
+        "compile": {"compilation_config": {"cudagraph_capture_sizes": GRAPHS}},
+    }[case.mode]
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, quantization="jetrl", dtype="bfloat16", seed=1,
         additional_config={"jetrl_flow": args.precision}, max_model_len=longest, max_num_seqs=256,
-        max_num_batched_tokens=2048, logprobs_mode="processed_logprobs", gpu_memory_utilization=0.2,
-        num_gpu_blocks_override=blocks, enable_prefix_caching=True, disable_log_stats=False, **mode,
+        max_num_batched_tokens=2048, logprobs_mode="processed_logprobs", gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=8 << 30, num_gpu_blocks_override=blocks, enable_prefix_caching=True, disable_log_stats=False, **mode,
     )  # fmt: skip
     params = [
-        SamplingParams(
-            temperature=args.temperature, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False
-        )
+        SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
         for n in lengths
     ]
     inputs = [{"prompt_token_ids": p} for p in prompts]
@@ -95,6 +114,8 @@ def sample(folder: Path, args, rng: random.Random):
         ids = list(completion.token_ids)
         logprobs = [step[i].logprob for step, i in zip(completion.logprobs, ids, strict=True)]
         found.append((list(output.prompt_token_ids), ids, torch.tensor(logprobs, dtype=torch.float32)))
+    del llm
+    cleanup_dist_env_and_memory()
     return found, preempted, seconds
 
 
@@ -156,31 +177,29 @@ def compare(label: str, sequences, found: list[torch.Tensor]) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="small")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[16, 64, 256])
-    parser.add_argument("--mode", choices=("eager", "graphs", "compile"), default="graphs")
-    parser.add_argument("--precision", default="unified_exact")
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def run_case(case: Case, args) -> list[dict]:
     rng = random.Random(7)
-    folder = Path(tempfile.mkdtemp(prefix="exact-"))
     start = time.perf_counter()
-    save_model(args.shape, args.layers, folder)
-    print(f"saved {time.perf_counter() - start:.0f} s", flush=True)
-    sequences, preempted, seconds = sample(folder, args, rng)
+    folder = Path(tempfile.mkdtemp(prefix="exact-", dir=args.scratch))
+    save_model(case.shape, case.layers, folder)
+    print(f"{case}: saved, {time.perf_counter() - start:.0f} s", flush=True)
+    sequences, preempted, seconds = sample(folder, args, case, rng)
     print(f"sampled in {seconds:.1f} s, preemptions: {preempted}; {time.perf_counter() - start:.0f} s", flush=True)
     model = trainer(folder, args.precision)
+    shutil.rmtree(folder)
     rows = []
+
+    def add(label: str, pack, found, **more) -> None:
+        row = {"shape": case.shape, "mode": case.mode, "preemptions": preempted, **compare(label, pack, found), **more}
+        rows.append(row)
+        print(row, flush=True)
+
+    def in_packs(tokens: int) -> list[torch.Tensor]:
+        return [f for pack in packs_of(sequences, tokens) for f in logprobs_of(model, pack, args.temperature)]
+
     with torch.no_grad():
         for label, tokens in (("packs of 4096", PACK_TOKENS), ("packs of 16384", 4 * PACK_TOKENS), ("alone", 1)):
-            found = [f for pack in packs_of(sequences, tokens) for f in logprobs_of(model, pack, args.temperature)]
-            rows.append(compare(label, sequences, found))
-            print(rows[-1], flush=True)
+            add(label, sequences, in_packs(tokens))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     pack = next(packs_of(sequences, PACK_TOKENS))
@@ -188,11 +207,33 @@ def main() -> None:
     torch.cat(found).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     finite = all(g.isfinite().all().item() for g in gradients)
-    rows.append(compare("with autograd, checkpointing", pack, found) | {"finite_gradients": finite})
+    add("autograd, checkpointing", pack, found, finite_gradients=finite)
+    model.config._attn_implementation = "jetrl_varlen"
+    with torch.no_grad():
+        add("another attention kernel", sequences, in_packs(PACK_TOKENS))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(c) for c in DEFAULT_CASES])
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--precision", default="unified_exact")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--scratch", help="folder for the models; default the system's")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows, failed = [], []
+    for case in args.cases:
+        try:
+            rows += run_case(case, args)
+        except Exception as e:  # noqa: BLE001  a case that fails must not cost the others their GPU time
+            traceback.print_exc()
+            failed.append(f"{case}: {e}")
+        torch.cuda.empty_cache()
     print_table(rows)
-    settings = {k: str(v) for k, v in vars(args).items() if k != "out"}
-    name = f"exact-tokens-{args.precision}-{args.shape.rpartition('/')[2].lower()}-{args.mode}"
-    write_results(name, rows, args.out, settings=settings, preemptions=preempted, sampling_seconds=seconds)
+    settings = {"sequences": args.sequences, "precision": args.precision, "temperature": args.temperature}
+    write_results(f"exact-tokens-{args.precision}", rows, args.out, settings=settings, failed=failed)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ def test_a_sequence_has_the_same_bits_alone_in_a_pack_and_in_the_rollouts_calls(
         pytest.skip(fa3_obstacle())
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
+    from jetrl.integrations.vllm.exact_gpu import LEAST_QUERIES
+
     lengths = (37, 1, 2048, 300, 777)
     q, k, v = _qkv(sum(lengths), heads, kv_heads, size)
     scale = size**-0.5
@@ -102,7 +104,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_pack_and_in_the_rollouts_calls(
     def rollout(queries, query_lens, seen, ahead):
         cu = torch.tensor([0, *query_lens], device="cuda").cumsum(0).to(torch.int32)
         seqlens = torch.tensor(seen, dtype=torch.int32, device="cuda")
-        common = {"max_seqlen_q": max(query_lens), "max_seqlen_k": max(seen)}
+        common = {"max_seqlen_q": max(LEAST_QUERIES, *query_lens), "max_seqlen_k": max(seen)}
         schedule = None
         if ahead:
             schedule = get_scheduler_metadata(

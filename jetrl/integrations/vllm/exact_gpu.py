@@ -1,13 +1,19 @@
 """The GPU kernels of an exact flow in vLLM: FlashAttention 3 whose key loop is never divided, and the sampler's arithmetic."""
 
+import copy
+
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+# For one query a sequence FA3 drops the causal mask, and takes its keys in larger steps where heads are smaller or larger
+# than 128 (seen with 64: other bits than in a prefill). Told that a sequence may have two, it keeps its steps.
+LEAST_QUERIES = 2
+
 
 class UnsplitBuilder(FlashAttentionMetadataBuilder):
-    """num_splits=1 in every call. vLLM's own choice depends on the batch, and a split loop adds in another order.
+    """num_splits=1 in every call. vLLM's own choice depends on the batch, and a divided loop adds in another order.
 
     Where CUDA graphs hold attention, vLLM schedules ahead with an upper bound of splits, for batches that fit a graph;
     with the bound at 1 that serves every batch.
@@ -19,8 +25,10 @@ class UnsplitBuilder(FlashAttentionMetadataBuilder):
         self.max_cudagraph_size = torch.iinfo(torch.int64).max
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        common = copy.copy(common_attn_metadata)  # other layers' builders read the original
+        common.max_query_len = max(common.max_query_len, LEAST_QUERIES)
         # Without graphs vLLM's builder would schedule ahead for a number of splits that FA3 chooses.
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or not self.use_full_cuda_graph)
+        metadata = super().build(common_prefix_len, common, fast_build or not self.use_full_cuda_graph)
         metadata.max_num_splits = 1
         return metadata
 
