@@ -22,6 +22,7 @@ from pathlib import Path
 from harness import commit
 
 from jetrl.integrations.protocol import versions
+from jetrl.launch.worker_entry import die_with_parent
 
 RESULTS = Path(__file__).parent / "results"
 FLOWS = "bf16,fp8_rollout,unified_fp8"
@@ -69,6 +70,7 @@ def start(flow: str, carriers: str, args: argparse.Namespace, folder: Path) -> t
     process = os.fork()
     if process == 0:
         try:
+            die_with_parent()
             log = os.open(out.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
