@@ -78,7 +78,7 @@ SWEEPS = {
         for w in (2, 4, 8)
         if t * 2 >= w * 4
     ],
-    "requantize": [{"BLOCK_WARPS": w} for w in (2, 4, 8)],
+    "requantize": [{"REQUANTIZE_WARPS": w} for w in (2, 4, 8)],
 }
 
 

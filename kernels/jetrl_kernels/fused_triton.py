@@ -14,14 +14,16 @@ from jetrl_kernels.scale import check_scale_format
 from jetrl_kernels.silu_triton import _check, _silu
 from jetrl_kernels.weight_triton import _blocks_kernel, round_to_bf16
 
+# The fastest of a sweep on an H200 (benchmarks/bench_fused.py --sweep).
 ROWS = 8
 ROW_WARPS = 2
 QUANTIZE_WARPS = 8
-BLOCK_WARPS = 4
+REQUANTIZE_WARPS = 8
+WEIGHT_WARPS = 4
 # Tokens and heads of one program of the rotary backward.
 TOKENS = 32
 HEADS = 8
-HEAD_WARPS = 4
+HEAD_WARPS = 2
 
 
 @triton.jit
@@ -262,7 +264,7 @@ def quantize_blocks_stacked(weights, scale_format, transposed):
             _blocks_kernel[((padded // TILE) * (kp // TILE),)](
                 w, plain[0].view(torch.uint8), plain[1], turned[0].view(torch.int32), turned[1], w.shape[0], k, total, kp,
                 *w.stride(), PLAIN=not transposed, TRANSPOSED=transposed, POW2=scale_format == "pow2",
-                INTERPRETED=INTERPRETED, num_warps=BLOCK_WARPS,
+                INTERPRETED=INTERPRETED, num_warps=WEIGHT_WARPS,
             )  # fmt: skip
         start += padded
     return codes, scale
@@ -279,7 +281,7 @@ def requantize_blocks_transposed(codes, scale, k, scale_format):
     if codes_t.numel():
         _requantize_blocks_kernel[((kp // TILE) * (mp // TILE),)](
             codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, m, k, kp, mp, *scale.stride(),
-            POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=BLOCK_WARPS,
+            POW2=scale_format == "pow2", INTERPRETED=INTERPRETED, num_warps=REQUANTIZE_WARPS,
         )  # fmt: skip
     return codes_t, scale_t
 
