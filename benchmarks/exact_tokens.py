@@ -1,7 +1,7 @@
 """Are a token's log-probabilities the same bits in vLLM and in the trainer? One GPU, one process, random weights.
 
-    python benchmarks/exact_tokens.py [--cases SHAPE:LAYERS:MODE:LENGTHS ...] [--sequences N] [--precision unified_exact]
-        [--temperature T] [--out FOLDER]
+    python benchmarks/exact_tokens.py [--cases SHAPE:LAYERS:MODE:LENGTHS:SEQUENCES ...]
+        [--precision unified_exact] [--temperature T] [--out FOLDER]
 
 SHAPE: `small` or a hub id that jetrl bundles; MODE: eager, graphs (CUDA graphs without torch.compile) or compile (vLLM's
 default); LENGTHS: output tokens, as 16,64,256. vLLM samples prompts of mixed lengths with too few KV blocks for all of
@@ -40,7 +40,15 @@ SMALL = {
 PACK_TOKENS = 4096
 BLOCK = 16
 GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64]
-DEFAULT_CASES = ("small:4:compile:16,64,256", "small:4:eager:16,64", "HuggingFaceTB/SmolLM2-135M:4:graphs:16,64,256")
+DEFAULT_CASES = (
+    "small:4:compile:16,64,256:64",
+    "small:4:eager:16,64:24",
+    "HuggingFaceTB/SmolLM2-135M:4:graphs:16,64,256:64",
+    "Qwen/Qwen2.5-7B:2:graphs:16,256:32",
+    "meta-llama/Llama-3.1-8B:2:graphs:16,256:32",
+    "Qwen/Qwen3-8B:2:graphs:16,256:32",
+    "small:2:graphs:256,2048,8192:24",
+)
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,12 @@ class Case:
     layers: int
     mode: str
     lengths: tuple[int, ...]
+    sequences: int
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        shape, layers, mode, lengths = text.split(":")
-        return cls(shape, int(layers), mode, tuple(int(n) for n in lengths.split(",")))
+        shape, layers, mode, lengths, sequences = text.split(":")
+        return cls(shape, int(layers), mode, tuple(int(n) for n in lengths.split(",")), int(sequences))
 
 
 def save_model(shape: str, layers: int, folder: Path) -> None:
@@ -82,8 +91,9 @@ def sample(folder: Path, args, case: "Case", rng: random.Random):
     from jetrl.integrations.vllm import register
 
     register()
-    lengths = [rng.choice(case.lengths) for _ in range(args.sequences)]
-    prompts = [[rng.randrange(1000, 100000) for _ in range(rng.randrange(3, 300))] for _ in lengths]
+    vocab = AutoConfig.from_pretrained(folder).vocab_size
+    lengths = [rng.choice(case.lengths) for _ in range(case.sequences)]
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(3, 300))] for _ in lengths]
     tokens = sum(map(len, prompts)) + sum(lengths)
     longest = max(case.lengths) + 320
     # Two fifths of what all sequences need at their end, and at least two of the longest.
@@ -217,7 +227,6 @@ def run_case(case: Case, args) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(c) for c in DEFAULT_CASES])
-    parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--precision", default="unified_exact")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--scratch", help="folder for the models; default the system's")
@@ -232,7 +241,7 @@ def main() -> None:
             failed.append(f"{case}: {e}")
         torch.cuda.empty_cache()
     print_table(rows)
-    settings = {"sequences": args.sequences, "precision": args.precision, "temperature": args.temperature}
+    settings = {"precision": args.precision, "temperature": args.temperature}
     write_results(f"exact-tokens-{args.precision}", rows, args.out, settings=settings, failed=failed)
 
 
