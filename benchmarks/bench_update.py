@@ -48,6 +48,8 @@ SHAPE = dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     rms_norm_eps=1e-6, max_position_embeddings=40960, tie_word_embeddings=False, use_cache=False,
 )  # fmt: skip
+# What a variant or a section may fail with (memory, a library's own kernel) without losing the others' figures.
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 VARIANTS = ("bf16", "liger", "unified", "blocks", "torchao")
 ASSIGNMENTS = {
     "unified": PrecisionAssignment(linear="fp8"),
@@ -228,8 +230,7 @@ class Bench:
                     data = batch(length)
                     row = timed(lambda m=model, d=data, o=optimizer: update(m, d, o), 2 if length == 2048 else 1, 3)
                     self.add({"what": what, "variant": variant, "layers": layers, "length": length, **row})
-            except Exception:
-                # One variant that fails (memory, a library's own kernel) must not lose the others' figures.
+            except FAILURES:
                 traceback.print_exc()
             model = optimizer = None
 
@@ -334,8 +335,7 @@ def main() -> None:
     for section in arguments.sections.split(","):
         try:
             getattr(bench, section)()
-        except Exception:
-            # Likewise: what was measured before is written.
+        except FAILURES:
             traceback.print_exc()
         print(f"-- {section}: {time.perf_counter() - start:.0f} s so far", flush=True)
         if not dist.is_initialized() or dist.get_rank() == 0:

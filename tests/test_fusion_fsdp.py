@@ -67,7 +67,7 @@ def run(rank, kind, cache, folder):
         ids = [torch.randint(0, VOCAB, (1, 33), generator=torch.Generator().manual_seed(i)) for i in range(4)]
         sharded, whole = wrap(kind, make(cache)), make("micro_batch")
         steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, whole)]
-        for step in range(2):
+        for _ in range(2):
             for micro in range(2):
                 loss = loss_of(sharded, ids[2 * micro + rank])
                 loss.backward()
