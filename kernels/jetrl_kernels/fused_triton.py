@@ -27,7 +27,9 @@ HEAD_WARPS = 2
 
 
 @triton.jit
-def _silu_gradients(grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+def _silu_gradients(
+    grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr
+):
     d = load_float32(grad, row, col, m, k, stride_d, 1)
     g = load_float32(gate, row, col, m, k, stride_g, 1)
     u = load_float32(up, row, col, m, k, stride_u, 1)
@@ -56,7 +58,19 @@ def _silu_backward_kernel(
 
 @triton.jit
 def _silu_gradient(
-    grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, is_gate, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr
+    grad,
+    gate,
+    up,
+    row,
+    col,
+    m,
+    k,
+    stride_d,
+    stride_g,
+    stride_u,
+    is_gate,
+    IS_BF16: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """One of the two gradients: the other's registers would halve the number of programs in flight."""
     d = load_float32(grad, row, col, m, k, stride_d, 1)
@@ -192,8 +206,12 @@ def _head_kernel(
                 at = d + token[:, None] * d_token + head * d_head + col[None, :]
                 y1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 y2 = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-                t1 = _round(_product(y1, c, IS_BF16, INTERPRETED) + _product(y2, s, IS_BF16, INTERPRETED), IS_BF16, INTERPRETED)
-                t2 = _round(_product(y2, c, IS_BF16, INTERPRETED) - _product(y1, s, IS_BF16, INTERPRETED), IS_BF16, INTERPRETED)
+                t1 = _round(
+                    _product(y1, c, IS_BF16, INTERPRETED) + _product(y2, s, IS_BF16, INTERPRETED), IS_BF16, INTERPRETED
+                )
+                t2 = _round(
+                    _product(y2, c, IS_BF16, INTERPRETED) - _product(y1, s, IS_BF16, INTERPRETED), IS_BF16, INTERPRETED
+                )
                 if NORM:
                     at = x + token[:, None] * x_token + head * x_head + col[None, :]
                     x1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
