@@ -3,7 +3,7 @@
     python benchmarks/mismatch_table.py --lengths 256,2048,8192 --sequences 12 [--fp32-carriers] [--parallel] -- model=tiny ...
 
 Each flow is one run of jetrl.verify in forks of this process: vLLM samples with the job's own engine settings, the trainer recomputes. What follows
-`--` goes to every run: model, hardware, engine keys. Random weights (a model folder with a config.json only) have nearly
+`--` goes to every run: model, hardware, engine keys, options of jetrl.verify. Random weights (a model folder with a config.json only) have nearly
 uniform log-probs; a trained model says more. --name NAME also writes benchmarks/results/NAME-<date>.json and .md.
 """
 
