@@ -40,8 +40,9 @@ def figures(metrics: dict[str, float]) -> StepFigures:
         reward=_first(metrics, "critic/rewards/mean", "critic/score/mean"),
         accuracy=sum(accuracies) / len(accuracies) if accuracies else None,
         length=_first(metrics, "response_length/mean"),
-        k3_kl=_first(metrics, "mismatch/k3_kl", "rollout_corr/k3_kl"),
-        p99=_first(metrics, "mismatch/abs_logprob_diff_p99"),
+        # The last of each: an exact flow's own comparison, where old log-probs are not recomputed.
+        k3_kl=_first(metrics, "mismatch/k3_kl", "rollout_corr/k3_kl", "actor/log_prob_k3_kl"),
+        p99=_first(metrics, "mismatch/abs_logprob_diff_p99", "actor/log_prob_max_difference"),
         tokens_per_second=rate,
         seconds=seconds,
     )

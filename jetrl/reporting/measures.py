@@ -38,7 +38,13 @@ class Quantity:
 
 _DIFF = "mismatch/abs_logprob_diff_"
 ACCURACY = Quantity("accuracy", "Validation accuracy", "share of correct answers", ("val-core/*/acc/mean@1",))
-K3 = Quantity("k3", "Mismatch: k3 KL, mean", "nats per token", ("mismatch/k3_kl", "rollout_corr/k3_kl"), True)
+K3 = Quantity(
+    "k3",
+    "Mismatch: k3 KL, mean",
+    "nats per token",
+    ("mismatch/k3_kl", "rollout_corr/k3_kl", "actor/log_prob_k3_kl"),
+    True,
+)
 SECONDS = Quantity("seconds", "Time per step", "seconds", ("perf/time_per_step", "timing_s/step"))
 LEARNING = (
     ACCURACY,

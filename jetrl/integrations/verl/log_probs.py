@@ -103,23 +103,26 @@ class Equality:
 
         return counted
 
-    def _totals(self) -> tuple[int, int, float]:
+    def _totals(self) -> tuple[int, int, float, float]:
         if not self.counts:
-            return 0, 0, 0.0
+            return 0, 0, 0.0, 0.0
         counts = torch.stack(self.counts).cpu()  # the only wait for the GPU
-        return int(counts[:, 0].sum()), int(counts[:, 1].sum()), float(counts[:, 2].max())
+        tokens, differing, k3 = (counts[:, i].sum().item() for i in (0, 1, 3))
+        return int(tokens), int(differing), counts[:, 2].max().item(), k3 / max(tokens, 1)
 
     def metrics(self) -> dict[str, float]:
-        tokens, differing, largest = self._totals()
+        """`log_prob_k3_kl` as in jetrl.metrics, which has no old log-probabilities to go by where they are not recomputed."""
+        tokens, differing, largest, k3 = self._totals()
         return {
             "log_prob_tokens_compared": float(tokens),
             "log_prob_tokens_differing": float(differing),
             "log_prob_max_difference": largest,
+            "log_prob_k3_kl": k3,
         }
 
     def require(self) -> None:
         """Raises JobError where a token differs: what the flow claims, and skipped recomputation relies on, is broken."""
-        tokens, differing, largest = self._totals()
+        tokens, differing, largest, _ = self._totals()
         if differing:
             raise JobError(
                 f"precision=unified_exact claims equal log-probabilities in rollout and trainer, but {differing} of {tokens} "
@@ -129,10 +132,11 @@ class Equality:
 
 
 def _count(log_probs: torch.Tensor, data) -> torch.Tensor:
-    """(tokens, tokens that differ, largest difference), float64 on the device, over the response tokens."""
+    """(tokens, tokens that differ, largest difference, sum of k3), float64 on the device, over the response tokens."""
     new = no_padding_2_padding(log_probs.detach(), data)
     old, mask = data["old_log_probs"], data["response_mask"]
     old, mask = (t.to_padded_tensor(0) if t.is_nested else t for t in (old, mask))
     mask = mask.bool()
-    difference = (new.to(torch.float64) - old.to(torch.float64)).abs() * mask
-    return torch.stack((mask.sum(), ((new != old) & mask).sum(), difference.max())).to(torch.float64)
+    d = (new.to(torch.float64) - old.to(torch.float64)) * mask
+    totals = (mask.sum(), ((new != old) & mask).sum(), d.abs().max(), (torch.expm1(d) - d).sum())
+    return torch.stack([t.to(torch.float64) for t in totals])
