@@ -25,6 +25,16 @@ def main() -> None:
         jetrl.rms_norm_backward(x, x, hidden, norm, rstd)
         jetrl.silu_mul_quantize(x, x, "fp32")
         jetrl.silu_mul_quantize_backward(x, x, x, "fp32")
+        jetrl.silu_mul_backward(x, x, x)
+        jetrl.silu_mul_backward_quantize(x, x, x, "fp32")
+        jetrl.requantize_blocks_transposed(codes, scale, k, "pow2")
+        for transposed in (False, True):
+            jetrl.quantize_blocks_stacked([x, x[:1]], "fp32", transposed)
+        q, kv, gain = (torch.randn(*shape, device="cuda", dtype=bf16) for shape in ((m, 9, 64), (m, 3, 64), (64,)))
+        cos, sin = torch.randn(2, m, 32, device="cuda", dtype=bf16)
+        rstds = jetrl.qk_norm_rotary(q, kv, gain, gain, 1e-6, cos, sin, None)[2:]
+        jetrl.qk_norm_rotary_backward(q, kv, kv, q, kv, gain, gain, *rstds, cos, sin)
+        jetrl.qk_norm_rotary_backward(q, kv, kv, q, kv, None, None, None, None, cos, sin)
         gemm_triton.gemm_nt(codes, scale, w_codes[:n], w_scale, False, bf16)
         out = torch.zeros(k, k, device="cuda")
         gemm_triton.gemm_nt_accumulate(*codes_t, *codes_t, out)
