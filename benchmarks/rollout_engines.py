@@ -59,6 +59,11 @@ ENGINES = {
         "quantization": "jetrl",
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
     },
+    "jetrl_exact": {
+        "quantization": "jetrl",
+        "additional_config": {"jetrl_flow": "unified_exact"},
+        "logprobs_mode": "processed_logprobs",
+    },
     "jetrl_fp8_rollout": {"quantization": "jetrl", "additional_config": {"jetrl_flow": "fp8_rollout"}},
 }
 # For the two engines that do not know of them. The first is a matter of numerics, the others of what is installed.
