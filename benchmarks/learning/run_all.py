@@ -19,9 +19,9 @@ SEEDS = (0, 1, 2)
 REPEATED = ("bf16", "unified_fp8", "unified_fp8_pow2")
 
 
-def plan() -> list[tuple[str, int, bool]]:
+def plan(direction: bool) -> list[tuple[str, int, bool]]:
     """(variant, seed, whether gradients are compared), the repeated variants first."""
-    runs = [(variant, seed, (variant, seed) == ("unified_fp8", 0)) for seed in SEEDS for variant in REPEATED]
+    runs = [(v, seed, direction and (v, seed) == ("unified_fp8", 0)) for seed in SEEDS for v in REPEATED]
     return runs + [(variant, 0, False) for variant in VARIANTS if variant not in REPEATED]
 
 
@@ -33,12 +33,13 @@ def main() -> None:
     parser.add_argument("--size", default="full")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--no-direction", action="store_true", help="leave the gradients' directions out")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further run is started")
     a = parser.parse_args()
     runs, logs = a.out / "runs", a.out / "logs"
     for folder in (runs, logs):
         folder.mkdir(parents=True, exist_ok=True)
-    waiting, running, began, failed = plan(), [], time.monotonic(), []
+    waiting, running, began, failed = plan(not a.no_direction), [], time.monotonic(), []
     while waiting or running:
         for process, name, log in list(running):
             if process.poll() is not None:
