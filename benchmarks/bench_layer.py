@@ -123,12 +123,18 @@ def main() -> None:
             rows.append({"layer": name, "shape": f"{n}x{k}", "us": us, "spread": spread, "ratio": bf16_us / us})
             print(rows[-1], flush=True)
             del layer
+        # After every shape: some of the layers take long to get ready, and what was measured must not be lost with them.
+        path, means = _write(rows, arguments.out)
     print_table(rows)
-    means = {}
-    for name in dict.fromkeys(row["layer"] for row in rows):
-        means[name] = geometric_mean([row["ratio"] for row in rows if row["layer"] == name])
-        print(f"{name}: geometric mean {means[name]:.3f}")
-    print(write_results("layer", rows, arguments.out, tokens=TOKENS, means=means))
+    for name, mean in means.items():
+        print(f"{name}: geometric mean {mean:.3f}")
+    print(path)
+
+
+def _write(rows: list[dict], out: Path | None) -> tuple[Path, dict[str, float]]:
+    names = dict.fromkeys(row["layer"] for row in rows)
+    means = {name: geometric_mean([row["ratio"] for row in rows if row["layer"] == name]) for name in names}
+    return write_results("layer", rows, out, tokens=TOKENS, means=means), means
 
 
 if __name__ == "__main__":
