@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from jetrl_kernels.attention_reference import attend_rows
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.masking_utils import flash_attention_mask
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
@@ -179,3 +180,27 @@ def test_logprob_gradient_reaches_the_logits():
     twin = logits.detach().double().requires_grad_()
     torch.log_softmax(twin / t.double()[:, None], -1).gather(1, ids[:, None]).sum().backward()
     torch.testing.assert_close(logits.grad.double(), twin.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_row_by_row_attention_gives_a_token_its_bits_whole_in_chunks_and_one_at_a_time(dtype):
+    n, size = 53, 24
+    q, k, v = (torch.randn(n, h, size).to(dtype) for h in (4, 2, 2))
+    seen = torch.arange(1, n + 1)
+    whole = attend_rows(q, k, v, seen, 0.2)
+    for start, end in ((0, 1), (7, 8), (30, 53), (15, 17)):
+        part = attend_rows(q[start:end], k[:end], v[:end], seen[start:end], 0.2)
+        assert torch.equal(part, whole[start:end])
+    exact = backends.reference(*(t.double() for t in (q, k, v)), packing.rows_of(1, n, q.device), 0.2, -1)
+    # float32 arithmetic on at most 53 terms of order 1, then one rounding to the dtype.
+    torch.testing.assert_close(whole.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_row_by_row_attention_has_the_gradient_of_attention():
+    leaves = [torch.randn(9, h, 8).requires_grad_() for h in (4, 2, 2)]
+    grad, packed = torch.randn(9, 4, 8), packing.Packing(torch.tensor([0, 4, 9], dtype=torch.int32), 5)
+    backends.rows(*leaves, packed, 0.3, -1).backward(grad)
+    twins = [t.detach().double().requires_grad_() for t in leaves]
+    backends.reference(*twins, packed, 0.3, -1).backward(grad.double())
+    for leaf, twin in zip(leaves, twins, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), twin.grad, rtol=1e-5, atol=1e-5)
