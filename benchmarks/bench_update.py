@@ -1,6 +1,6 @@
 """One actor update (forward, backward, optimizer) of a Qwen3-8B-shaped Hugging Face model, and its log-prob forward.
 
-    python benchmarks/bench_update.py [--sections forward,update,checkpointed,memory,profile] [--out FOLDER]
+    python benchmarks/bench_update.py [--sections forward,update,checkpointed,accumulated,memory,profile] [--out FOLDER]
     torchrun --nproc-per-node 2 benchmarks/bench_update.py --sections checkpointed --variants bf16,unified   (FSDP2)
 
 Random weights and tokens, one micro-batch of 16384 tokens in packed sequences of 2048 or 8192, the optimizer of
@@ -144,8 +144,9 @@ def loss_of(module: LogProbs, data: dict) -> torch.Tensor:
     return -(torch.exp(new - new.detach()) * data["advantage"]).mean()
 
 
-def update(model: LogProbs, data: dict, optimizer: torch.optim.Optimizer) -> None:
-    loss_of(model, data).backward()
+def update(model: LogProbs, data: dict, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    for _ in range(micro_batches):
+        (loss_of(model, data) / micro_batches).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     weights_changed()
@@ -188,16 +189,25 @@ class Bench:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return sharded(LogProbs(model)) if self.world > 1 else LogProbs(model)
 
-    def add(self, row: dict, against: tuple[str, ...] = ("bf16", "liger")) -> None:
-        keys = ("what", "layers", "length")
-        for other in against:
-            base = [r for r in self.rows if r["variant"] == other and all(r[k] == row[k] for k in keys)]
-            if base and "ms" in row:
-                row[f"x_{other}"] = base[0]["ms"] / row["ms"]
-        self.rows.append(row)
+    def add(self, row: dict) -> None:
+        """Print and write at once: a run that is cut short keeps its figures."""
         if self.world > 1:
             row["gpus"] = self.world
+        self.rows.append(row)
+        self._compare()
+        if self.world > 1 and dist.get_rank() > 0:
+            return
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        name = "update" if self.world == 1 else f"update-{self.world}gpus"
+        write_results(name, self.rows, self.a.out, tokens=TOKENS, shape=SHAPE, notes=self.notes)
+
+    def _compare(self) -> None:
+        keys = ("what", "layers", "length")
+        timed_rows = [row for row in self.rows if "ms" in row]
+        for row in timed_rows:
+            for other in timed_rows:
+                if other["variant"] in ("bf16", "liger") and all(other[k] == row[k] for k in keys):
+                    row[f"x_{other['variant']}"] = other["ms"] / row["ms"]
 
     def forward(self) -> None:
         for variant in self.a.variants:
@@ -205,10 +215,10 @@ class Bench:
                 continue
             model = self.build(variant, self.a.layers)
 
-            for length in (2048, 8192):
+            for length in self.a.lengths:
                 data = batch(length)
                 with torch.no_grad():
-                    row = timed(lambda m=model, d=data: m(d["ids"], d["positions"]), 2, 3)
+                    row = timed(lambda m=model, d=data: m(d["ids"], d["positions"]), 2, self.a.repeats)
                 self.add({"what": "log-probs", "variant": variant, "layers": self.a.layers, "length": length, **row})
             del model
 
@@ -218,7 +228,12 @@ class Bench:
     def checkpointed(self) -> None:
         self._updates(self.a.layers, True, "update, checkpointed")
 
-    def _updates(self, layers: int, checkpointing: bool, what: str) -> None:
+    def accumulated(self) -> None:
+        """Several micro-batches per optimizer step, as in a VeRL update: weights are quantized once for all of them."""
+        n = self.a.micro_batches
+        self._updates(self.a.plain_layers, False, f"update, {n} micro-batches", n)
+
+    def _updates(self, layers: int, checkpointing: bool, what: str, micro_batches: int = 1) -> None:
         for variant in self.a.variants:
             # Bound by the host, as the update without checkpointing shows: its time is better spent on the others.
             if variant == "torchao" and checkpointing:
@@ -226,9 +241,11 @@ class Bench:
             try:
                 model = self.build(variant, layers, checkpointing)
                 optimizer = StochasticAdamW(model.parameters(), lr=1e-6)
-                for length in (2048, 8192):
-                    data = batch(length)
-                    row = timed(lambda m=model, d=data, o=optimizer: update(m, d, o), 2 if length == 2048 else 1, 3)
+                for length in self.a.lengths:
+                    data, warm = batch(length), self.a.warm if length == self.a.lengths[0] else 1
+                    row = timed(
+                        lambda m=model, d=data, o=optimizer: update(m, d, o, micro_batches), warm, self.a.repeats
+                    )
                     self.add({"what": what, "variant": variant, "layers": layers, "length": length, **row})
             except FAILURES:
                 traceback.print_exc()
@@ -320,11 +337,15 @@ def family(kernel: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
-    parser.add_argument("--sections", default="forward,update,memory,checkpointed,profile")
+    parser.add_argument("--sections", default="forward,update,memory,checkpointed,accumulated,profile")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the forward and of the checkpointed update")
     parser.add_argument("--plain-layers", type=int, default=12, help="of the update without checkpointing")
     parser.add_argument("--memory-layers", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of the section accumulated")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--warm", type=int, default=2, help="updates before the first one that is timed")
+    parser.add_argument("--repeats", type=int, default=3, help="updates that are timed; the median counts")
     arguments = parser.parse_args()
     arguments.variants = arguments.variants.split(",")
     if "RANK" in os.environ:
@@ -338,9 +359,6 @@ def main() -> None:
         except FAILURES:
             traceback.print_exc()
         print(f"-- {section}: {time.perf_counter() - start:.0f} s so far", flush=True)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            name = "update" if bench.world == 1 else f"update-{bench.world}gpus"
-            write_results(name, bench.rows, arguments.out, tokens=TOKENS, shape=SHAPE, notes=bench.notes)
     print_table(bench.rows)
     if dist.is_initialized():
         dist.destroy_process_group()
