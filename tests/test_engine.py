@@ -70,6 +70,28 @@ def test_plain_bf16_masters_are_warned_about(folder, capsys):
     assert "warning: plain BF16 masters (torch's AdamW)" in masters.describe(engine._build_optimizer(engine.module))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "sums_itself", "words"),
+    [
+        ("fsdp", False, "warning: "),
+        ("fsdp2", False, None),
+        ("fsdp", True, "is not used"),
+        ("fsdp2", True, "is not used"),
+    ],
+)
+def test_verls_deferred_reduction_is_commented_on_where_it_rounds_or_is_not_used(strategy, sums_itself, words):
+    from verl.workers.config import FSDPEngineConfig
+
+    from jetrl.integrations.verl.masters import describe_no_sync
+
+    config = FSDPEngineConfig(strategy=strategy, use_no_sync_for_gradient_accumulation=True)
+    said = describe_no_sync(config, sums_itself)
+    assert (said is None) == (words is None) and (words or "") in (said or "")
+    assert (
+        describe_no_sync(FSDPEngineConfig(strategy=strategy, use_no_sync_for_gradient_accumulation=False), True) is None
+    )
+
+
 def test_the_gradient_of_a_batch_is_the_same_in_one_micro_batch_and_in_eight(folder):
     """But for how BF16 rounds inside a micro-batch: 2^-8 an operation, a few percent of an element over two layers."""
     grads = {}

@@ -16,3 +16,12 @@ def test_a_vllm_worker_killed_in_the_middle_of_a_weight_sync_ends_the_job(tmp_pa
     assert job.returncode == 1
     assert len(job.metrics) <= 1  # the second sync comes after the first update
     assert "weight sync failed: the rollout did not take the weights (" in job.output
+
+
+def test_a_worker_without_the_plug_in_ends_the_job_before_the_first_sample(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    external, _ = THE_TWO_OVERRIDES
+    job = run_verl_job(tmp_path, external, "+actor_rollout_ref.model.override_config.jetrl_flow=bf16", timeout=900)
+    assert job.returncode == 1 and job.metrics == []
+    assert "could not tell which precision graph it runs (" in job.output
+    assert "is jetrl's vLLM plug-in installed in the rollout's environment and allowed by VLLM_PLUGINS?" in job.output

@@ -47,10 +47,13 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
         weights_changed()
         if self.optimizer is None:
             return
-        if self.rank == 0:
-            announce(masters.describe(self.optimizer))
         if masters.are_bf16(self.module):
             self.accumulation = accumulation_for(self.module)
+        if self.rank == 0:
+            announce(masters.describe(self.optimizer))
+            remark = masters.describe_no_sync(self.engine_config, self.accumulation is not None)
+            if remark:
+                announce(remark)
 
     def _build_module(self):
         self.flow = load_flow(getattr(self.model_config.hf_config, "jetrl_flow", None))

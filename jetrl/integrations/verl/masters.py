@@ -25,6 +25,22 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
+def describe_no_sync(engine_config, sums_itself: bool) -> str | None:
+    """What becomes of VeRL's option to reduce gradients once a batch. sums_itself: jetrl accumulates (BF16 masters)."""
+    if not engine_config.use_no_sync_for_gradient_accumulation:
+        return None
+    key = "actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+    if sums_itself:
+        return (
+            f"{key}=true is not used with BF16 masters: their gradients are reduced and summed in FP32 per micro-batch"
+        )
+    if engine_config.strategy == "fsdp":
+        return (
+            f"warning: {key}=true with actor.strategy=fsdp sums the gradients of micro-batches in BF16; set it to false"
+        )
+    return None
+
+
 def are_bf16(module: torch.nn.Module) -> bool:
     """Whether any trainable parameter (under FSDP: flat parameter or shard) is BF16."""
     return any(p.dtype is torch.bfloat16 for p in module.parameters() if p.requires_grad)
