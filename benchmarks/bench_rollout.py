@@ -6,6 +6,7 @@
 A decode cell: `sequences` requests with `context` tokens behind them (random K and V, see decode_connector.py), sampled at
 temperature 1 with log-probabilities; ms per step over --steps steps in which every request gets a token. `bound_ms` is the
 time to read weights, K and V once at the measured copy bandwidth. Cells whose K and V do not fit are left out.
+Takes about two minutes an engine at 8B; --contexts 256 first, where time is short. Results are written cell by cell.
 Bars: jetrl >= vllm_fp8 in every cell; >= 1.25 x bf16 at contexts up to 512. --profile prints GPU time by kernel.
 """
 
@@ -147,6 +148,7 @@ def run_engine(arguments: argparse.Namespace) -> dict:
         kv_transfer_config=TRANSFER, enforce_eager=arguments.eager, tensor_parallel_size=arguments.tensor_parallel,
         seed=0, **limits,
     )  # fmt: skip
+    print(f"{engine}: ready after {time.perf_counter() - start:.1f} s", flush=True)
     result = {"engine": engine, "start_s": time.perf_counter() - start, "memory": worker_memory(llm), "cells": []}
     llm.collective_rpc(_watch)
     cache = llm.llm_engine.vllm_config.cache_config
@@ -154,12 +156,14 @@ def run_engine(arguments: argparse.Namespace) -> dict:
     for context, sequences in itertools.product(arguments.contexts, arguments.sequences):
         if sequences * (context + arguments.steps + 32) > room:
             continue
+        began = time.perf_counter()
         if not result["cells"]:
             decode(llm, sequences, context, 8)
         cell = {"context": context, "sequences": sequences, **decode(llm, sequences, context, arguments.steps)}
         cell["bytes"] = step_bytes(config, engine, sequences, context + arguments.steps // 2)
         result["cells"].append(cell)
-        print(engine, cell, flush=True)
+        print(engine, cell, f"took {time.perf_counter() - began:.1f} s", flush=True)
+        print("RESULT " + json.dumps(result), flush=True)  # what there is when the time runs out
         if arguments.profile:
             profile(llm, sequences, context)
     if not arguments.no_prefill:
@@ -190,34 +194,47 @@ def main() -> None:
     if arguments.child:
         print("RESULT " + json.dumps(run_engine(arguments)), flush=True)
         return
-    from harness import copy_bandwidth, print_table, write_results
+    from harness import copy_bandwidth, print_table
 
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
-    results = []
+    results = {}
     for engine in arguments.engines:
         command = [sys.executable, __file__, *sys.argv[1:], "--child", engine]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for line in child.stdout:
             if line.startswith("RESULT "):
-                results.append(json.loads(line.removeprefix("RESULT ")))
+                results[engine] = json.loads(line.removeprefix("RESULT "))
+                write(arguments, list(results.values()), bandwidth)
             elif line.startswith((engine, "profile", "  ")):
                 print(line, end="", flush=True)
         if child.wait() != 0:
             print(f"{engine}: ended with exit code {child.returncode}", flush=True)
-    rows = table(results, bandwidth)
-    print_table(rows)
-    engines = [
+    found = list(results.values())
+    print_table(table(found, bandwidth))
+    print_table(engines_of(found))
+    print(write(arguments, found, bandwidth))
+
+
+def engines_of(results: list[dict]) -> list[dict]:
+    return [
         {"engine": r["engine"], "start_s": r["start_s"], "prefill_tokens_s": r.get("prefill_tokens_s", float("nan")),
          "weights_gb": r["memory"][0]["weights"] / 1e9}
         for r in results
     ]  # fmt: skip
-    print_table(engines)
+
+
+def write(arguments: argparse.Namespace, results: list[dict], bandwidth: float) -> Path:
+    from harness import write_results
+
     name = f"rollout-{arguments.shape}" + (f"-{arguments.layers}layers" if arguments.layers else "")
     settings = {k: str(v) for k, v in vars(arguments).items() if k not in ("child", "out")}
-    print(write_results(name, rows, arguments.out, engines=engines, copy_bytes_per_second=bandwidth, settings=settings))
+    return write_results(
+        name, table(results, bandwidth), arguments.out, engines=engines_of(results), copy_bytes_per_second=bandwidth,
+        settings=settings,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
