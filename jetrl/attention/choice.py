@@ -10,6 +10,9 @@ from jetrl.errors import UserError
 LARGEST_HEAD = 256
 # By device: what an exact flow's rollout runs too.
 EXACT = {"cuda": "jetrl_fa3", "cpu": "jetrl_rows"}
+# Head sizes for which FA3's packed forward was seen to have the bits of its paged decode (not so with 96, whose steps over
+# the keys differ between paged and unpaged).
+EXACT_HEADS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,16 @@ def require_exact(hf_config: object, device_type: str, packed: bool, dtype: torc
             f"precision=unified_exact needs {EXACT.get(device_type, EXACT['cuda'])} for attention in the trainer, which it "
             f"cannot use here: {choice.reason}; use precision=unified_fp8"
         )
+    if head_size(hf_config) not in EXACT_HEADS:
+        raise UserError(
+            f"precision=unified_exact was shown for attention heads of {', '.join(map(str, EXACT_HEADS))}, and this model's "
+            f"have {head_size(hf_config)}: FA3 gives other bits in decode than in a prefill; use precision=unified_fp8"
+        )
     return choice
+
+
+def head_size(hf_config: object) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def _no_flash(hf_config: object, device_type: str, packed: bool, dtype: torch.dtype) -> str | None:
@@ -61,8 +73,7 @@ def _no_flash(hf_config: object, device_type: str, packed: bool, dtype: torch.dt
         return "sequences are padded: actor_rollout_ref.model.use_remove_padding=false"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash kernels take no {dtype}"
-    heads = getattr(hf_config, "num_attention_heads", 1)
-    size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    size = head_size(hf_config)
     if size > LARGEST_HEAD or size % 8:
         return f"flash kernels take heads of a multiple of 8 up to {LARGEST_HEAD}, not {size}"
     return None

@@ -38,7 +38,7 @@ def _gradients(attend, q, k, v, packing, window, grad):
     return [out.detach(), *(t.grad for t in leaves)]
 
 
-@pytest.mark.parametrize("name", sorted(backends.BACKENDS))
+@pytest.mark.parametrize("name", sorted(set(backends.BACKENDS) - {"jetrl_rows"}))
 @pytest.mark.parametrize("heads,kv_heads,size", ((32, 8, 128), (9, 3, 64), (4, 2, 64), (28, 4, 128)))
 @pytest.mark.parametrize("window", (-1, 100))
 def test_output_and_gradients_match_float64(name, heads, kv_heads, size, window):
@@ -73,14 +73,16 @@ def test_backward_repeats_its_bits_when_deterministic():
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("heads,kv_heads,size", ((32, 8, 128), (9, 3, 64), (4, 2, 64), (28, 4, 128)))
+@pytest.mark.parametrize(
+    "heads,kv_heads,size", ((32, 8, 128), (9, 3, 64), (4, 2, 64), (28, 4, 128), (4, 4, 64), (8, 2, 256))
+)
 def test_a_sequence_has_the_same_bits_alone_in_a_pack_and_in_the_rollouts_calls(heads, kv_heads, size):
     """Packed forward = each sequence alone = paged prefill in chunks = paged one-token decode, scheduled ahead or not."""
     if fa3_obstacle():
         pytest.skip(fa3_obstacle())
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    from jetrl.integrations.vllm.exact_gpu import LEAST_QUERIES
+    from jetrl.integrations.vllm.exact_gpu import SCHEDULED_AHEAD, longest_query
 
     lengths = (37, 1, 2048, 300, 777)
     q, k, v = _qkv(sum(lengths), heads, kv_heads, size)
@@ -104,7 +106,10 @@ def test_a_sequence_has_the_same_bits_alone_in_a_pack_and_in_the_rollouts_calls(
     def rollout(queries, query_lens, seen, ahead):
         cu = torch.tensor([0, *query_lens], device="cuda").cumsum(0).to(torch.int32)
         seqlens = torch.tensor(seen, dtype=torch.int32, device="cuda")
-        common = {"max_seqlen_q": max(LEAST_QUERIES, *query_lens), "max_seqlen_k": max(seen)}
+        common = {
+            "max_seqlen_q": longest_query(max(query_lens), heads, kv_heads, size),
+            "max_seqlen_k": max(seen),
+        }
         schedule = None
         if ahead:
             schedule = get_scheduler_metadata(
@@ -117,7 +122,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_pack_and_in_the_rollouts_calls(
         )  # fmt: skip
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    for ahead in (False, True):
+    for ahead in (False, True) if size in SCHEDULED_AHEAD else (False,):
         for back in (0, 1, 5, 100):
             # One query a sequence: decode, `back` tokens before the end (or the first token).
             at = [max(n - 1 - back, 0) for n in lengths]

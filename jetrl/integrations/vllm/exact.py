@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from jetrl.attention.choice import fa3_obstacle
+from jetrl.attention.choice import EXACT_HEADS, fa3_obstacle
 from jetrl.attention.rotary_table import rotary_table
 from jetrl.errors import UserError
 from jetrl.integrations.vllm import exact_cpu
@@ -65,6 +65,9 @@ def _obstacle(config: VllmConfig) -> str | None:
         return None
     if not config.use_v2_model_runner:
         return "log_softmax is shared with vLLM's V2 model runner only; unset VLLM_USE_V2_MODEL_RUNNER"
+    size = config.model_config.get_head_size()
+    if size not in EXACT_HEADS:
+        return f"attention has heads of {size}, and FA3's bits agree for {', '.join(map(str, EXACT_HEADS))} only"
     missing = fa3_obstacle()
     return f"attention needs vLLM's FA3: {missing}" if missing else None
 

@@ -7,9 +7,17 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-# For one query a sequence FA3 drops the causal mask, and takes its keys in larger steps where heads are smaller or larger
-# than 128 (seen with 64: other bits than in a prefill). Told that a sequence may have two, it keeps its steps.
-LEAST_QUERIES = 2
+# With heads of 64, FA3 takes another kernel where the longest query, times the query heads of a KV head, is small (seen: 2
+# rows to 8 rows differ from a prefill, 64 x 2 do not), and that one steps over the keys in another way. Told that there may
+# be this many rows, it does not. With heads of 128 and 256 all lengths agree.
+LEAST_ROWS = {64: 128}
+# vLLM's schedule ahead of the forward was measured for these; elsewhere FA3 schedules by itself.
+SCHEDULED_AHEAD = (128,)
+
+
+def longest_query(longest: int, heads: int, kv_heads: int, size: int) -> int:
+    """What to tell FA3 as the longest query of a batch."""
+    return max(longest, -(-LEAST_ROWS.get(size, 1) * kv_heads // heads))
 
 
 class UnsplitBuilder(FlashAttentionMetadataBuilder):
@@ -26,9 +34,10 @@ class UnsplitBuilder(FlashAttentionMetadataBuilder):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = copy.copy(common_attn_metadata)  # other layers' builders read the original
-        common.max_query_len = max(common.max_query_len, LEAST_QUERIES)
+        common.max_query_len = longest_query(common.max_query_len, self.num_heads_q, self.num_heads_kv, self.headdim)
         # Without graphs vLLM's builder would schedule ahead for a number of splits that FA3 chooses.
-        metadata = super().build(common_prefix_len, common, fast_build or not self.use_full_cuda_graph)
+        ahead = self.use_full_cuda_graph and self.headdim in SCHEDULED_AHEAD and not fast_build
+        metadata = super().build(common_prefix_len, common, not ahead)
         metadata.max_num_splits = 1
         return metadata
 
