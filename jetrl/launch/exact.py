@@ -6,6 +6,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from jetrl.errors import UserError
 
+# jetrl.attention.choice has the same list, and torch with it, which composing a job does without.
+EXACT_HEADS = (64, 128, 256)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -67,6 +69,16 @@ def check(cfg: DictConfig, flow_name: str) -> None:
     found = obstacle(cfg)
     if found:
         raise UserError(f"precision={flow_name} cannot have equal bits in {found}, or use precision=unified_fp8")
+
+
+def check_heads(cfg: DictConfig, flow_name: str, hf_config: dict) -> None:
+    """Refuse heads for which FA3's bits were seen to differ between decode and prefill, or were not looked at."""
+    size = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    if cfg.trainer.device != "cpu" and size not in EXACT_HEADS:
+        raise UserError(
+            f"precision={flow_name} cannot have equal bits in attention: FA3 was shown to for heads of "
+            f"{', '.join(map(str, EXACT_HEADS))}, and this model's have {size}; use precision=unified_fp8"
+        )
 
 
 def check_machine(cfg: DictConfig, flow_name: str) -> None:

@@ -228,6 +228,8 @@ def _check_model(cfg: DictConfig, flow: Flow) -> None:
         )
     _check_attention(model, where)
     model_files.check_sizes(hf_config)
+    if flow.train.exact or flow.rollout.exact:
+        exact.check_heads(cfg, flow.name, hf_config)
     _check_tensor_parallel(cfg, flow, hf_config)
 
 
