@@ -2,9 +2,9 @@
 
     python benchmarks/mismatch_table.py --lengths 256,2048,8192 --sequences 12 [--fp32-carriers] [--parallel] -- model=tiny ...
 
-Each flow is one run of jetrl.verify in forks of this process: vLLM samples with the job's own engine settings, the trainer recomputes. What follows
-`--` goes to every run: model, hardware, engine keys, options of jetrl.verify. Random weights (a model folder with a config.json only) have nearly
-uniform log-probs; a trained model says more. --name NAME also writes benchmarks/results/NAME-<date>.json and .md.
+Each flow is one run of jetrl.verify: vLLM samples with the job's own engine settings, the trainer recomputes. What follows
+`--` goes to every run: model, hardware, engine keys, options of jetrl.verify. Random weights (a model folder with a
+config.json only) have nearly uniform log-probs; a trained model says more. --name NAME also writes benchmarks/results/NAME-<date>.json and .md.
 """
 
 import argparse
@@ -40,28 +40,24 @@ FIGURES = {
 }
 
 
-def import_everything() -> None:
-    """Once, before the forks: on a slow disk the imports take longer than the work. None of it may touch the GPU."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def import_everything() -> bool:
+    """Import both engines before the forks, which on a CPU takes longer than the work; whether that was done.
+
+    Not with a GPU: importing vLLM initializes CUDA (seen on an H200), which a fork cannot use. Every step is then a
+    process of its own, as in jetrl.verify.
+    """
     import torch
 
-    gpu = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn", "torch._inductor.compile_fx")
+    if torch.cuda.device_count():
+        return False
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for module in (
-        "transformers.models.qwen3.modeling_qwen3", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker",
-        "vllm.model_executor.models.qwen3", "verl.workers.rollout.vllm_rollout.vllm_async_server", "verl.workers.engine_workers",
-        "jetrl.launch.preflight", "jetrl.verification.rollout", "jetrl.verification.trainer",
-        *(gpu if torch.cuda.device_count() else ()),
+        "transformers.models.qwen3.modeling_qwen3", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.qwen3",
+        "verl.workers.rollout.vllm_rollout.vllm_async_server", "verl.workers.engine_workers", "jetrl.launch.preflight",
+        "jetrl.verification.rollout", "jetrl.verification.trainer",
     ):  # fmt: skip
         importlib.import_module(module)
-    assert not torch.cuda.is_initialized()
-
-
-def forks_may_use_the_gpu() -> bool:
-    """False where an import has counted GPUs through the CUDA runtime: torch then refuses CUDA in every fork."""
-    import torch
-
-    return not (torch.cuda.device_count() and torch._C._cuda_isInBadFork())
+    return True
 
 
 def start(flow: str, carriers: str, args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
@@ -110,7 +106,7 @@ def _verify(flow: str, carriers: str, args: argparse.Namespace, out: Path) -> No
         options,
         space,
         lambda line: print(line, flush=True),
-        start_forked if forks_may_use_the_gpu() else start_process,
+        start_forked if args.imported else start_process,
     )
     result["failures"] = failures(result, options)
     print("\n".join(report_lines(result)), flush=True)
@@ -159,8 +155,7 @@ def main() -> None:
     jobs = [(flow, "bf16") for flow in args.flows.split(",")]
     if args.fp32_carriers:
         jobs += [(flow, "fp32") for flow in args.flows.split(",") if flow != "bf16" and "exact" not in flow]
-    import_everything()
-    print(f"imported in {time.monotonic() - began:.0f} s", flush=True)
+    args.imported = import_everything()
     running = {}
     for job in jobs:
         running[job] = start(*job, args, folder)
