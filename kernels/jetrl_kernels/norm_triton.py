@@ -45,7 +45,7 @@ class BackwardCut(NamedTuple):
 def _backward_cut(grad: torch.Tensor, with_grad_hidden: bool) -> BackwardCut:
     """The fastest of a sweep on an H200 at 8192 rows of 4096 and 12288; no prefetching where shared memory cannot hold it."""
     m, k = grad.shape
-    block = triton.next_power_of_2(k)
+    block = triton.next_power_of_2(pad_to_tile(k))
     chunk = min(block, max(LARGEST_CHUNK, block // 4))
     rows = min(32, max(8, triton.next_power_of_2(m) // BACKWARD_PROGRAMS))
     # Three rows each of grad and hidden, two of grad_hidden.
