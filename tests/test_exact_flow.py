@@ -1,15 +1,18 @@
 """Flow unified_exact: kernels in the graph, refusals before a job starts, precision=auto, the trainer's log-probabilities."""
 
 import copy
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from launch_for_tests import words
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from jetrl import attention
+from jetrl.attention import choice
 from jetrl.attention.rotary_table import rotary_table, share_rotary_table
 from jetrl.convert import convert
 from jetrl.errors import JobError, UserError
@@ -86,7 +89,9 @@ def test_a_trainer_whose_attention_or_layers_are_stock_is_refused_by_operator():
     model, graph = _converted()
     convert(model, graph)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(UserError, match=r"needs attention with undivided keys for model.layers.0.self_attn, .* transformers sdpa"):
+    with pytest.raises(
+        UserError, match=r"needs attention with undivided keys for model.layers.0.self_attn, .* transformers sdpa"
+    ):
         exact_graph(model, graph)
     model.config._attn_implementation = "jetrl_fa3"
     assert exact_graph(model, graph).digest() == graph.digest()
@@ -112,10 +117,17 @@ def test_the_shared_rotary_table_is_hugging_faces_to_the_last_bit_or_so():
     assert not any("table" in key for key in model.state_dict())
 
 
-def _cfg(*more):
-    return compose_job(
-        parse(["precision=unified_exact", "model=qwen3-8b", "hardware=1gpu", *more]), resolve_model=False
-    )
+@functools.cache
+def _composed():
+    return compose_job(parse(["precision=unified_exact", "model=qwen3-8b", "hardware=1gpu"]), resolve_model=False)
+
+
+def _cfg(*words_):
+    cfg = copy.deepcopy(_composed())
+    for word in words_:
+        key, _, value = word.partition("=")
+        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, force_add=True)
+    return cfg
 
 
 @pytest.mark.parametrize(
@@ -126,14 +138,14 @@ def _cfg(*more):
         ("actor_rollout_ref.rollout.top_k=50", "log_softmax"),
         ("actor_rollout_ref.model.use_fused_kernels=true", "log_softmax"),
         ("actor_rollout_ref.model.use_remove_padding=false", "attention"),
-        ("++actor_rollout_ref.model.override_config.attn_implementation=sdpa", "attention"),
-        ("++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "attention"),
+        ("actor_rollout_ref.model.override_config.attn_implementation=sdpa", "attention"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "attention"),
         ("actor_rollout_ref.rollout.dtype=float32", "every operator"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "attention"),
     ),
 )
 def test_what_breaks_equal_bits_is_refused_with_operator_and_key(word, operator):
-    key, _, value = word.lstrip("+").partition("=")
+    key, _, value = word.partition("=")
     found = exact.obstacle(_cfg(word))
     assert found.startswith(f"{operator}: ") and f"{key}={value}".lower() in found.lower() and "set it to" in found
     with pytest.raises(UserError, match="unified_exact cannot have equal bits in .*or use precision=unified_fp8"):
@@ -142,6 +154,14 @@ def test_what_breaks_equal_bits_is_refused_with_operator_and_key(word, operator)
 
 def test_nothing_stands_against_the_shipped_gpu_job():
     assert exact.obstacle(_cfg()) is None
+    exact.check_heads(_cfg(), "unified_exact", {"head_dim": 128})
+    exact.check_heads(_cfg("trainer.device=cpu"), "unified_exact", {"hidden_size": 96, "num_attention_heads": 1})
+
+
+def test_heads_whose_bits_differ_between_decode_and_prefill_are_refused():
+    assert exact.EXACT_HEADS == choice.EXACT_HEADS
+    with pytest.raises(UserError, match="this model's have 96"):
+        exact.check_heads(_cfg(), "unified_exact", {"hidden_size": 960, "num_attention_heads": 10})
 
 
 def test_a_cpu_job_packs_and_auto_takes_unified_fp8_there(capsys, tmp_path):
