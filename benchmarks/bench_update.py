@@ -313,17 +313,14 @@ class Bench:
 # First match wins; names of this software stack's kernels.
 FAMILIES = (
     ("attention", ("flash", "fmha", "varlen")),
-    ("log-probs", ("logprob",)),
     ("optimizer", ("triton_poi_", "triton_per_", "triton_red_", "single_param_adam", "distribution")),
     ("FP8 GEMM", ("fp8_gemm", "sm90_fp8", "e4m3", "qqtst", "deep_gemm")),
     ("BF16 GEMM", ("gemm", "nvjet", "cutlass", "cublas")),
     ("rotary, q/k norm", ("_rotary_kernel", "_head_kernel", "rope")),
     ("norm", ("_norm_kernel", "_norm_backward", "rms_norm")),
-    ("activation", ("_silu_backward", "silu", "swiglu")),
-    (
-        "quantization",
-        ("_tiles_kernel", "_both_kernel", "_transposed_kernel", "_requantize", "_blocks_kernel", "_forward_kernel"),
-    ),
+    # jetrl's SiLU-mul and log-prob kernels have the same names.
+    ("activation, log-probs", ("silu", "swiglu", "_forward_kernel", "_backward_kernel")),
+    ("quantization", ("_tiles_kernel", "_both_kernel", "_transposed_kernel", "_requantize", "_blocks_kernel")),
     ("reduction", ("reduce_kernel",)),
     ("copy", ("copy", "memcpy", "memset", "cat", "fill")),
 )

@@ -90,6 +90,7 @@ def run(rank, kind, cache, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["micro_batch", "step"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_updates_under_fsdp_are_those_without(kind, cache, tmp_path):

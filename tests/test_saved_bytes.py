@@ -62,7 +62,7 @@ def kept_bytes(model):
     return sum(n for at, (n, _) in kept.items() if at not in own | tables)
 
 
-@pytest.mark.parametrize("wgrad", ["requantize", "copy", "blocks", "bf16"])
+@pytest.mark.parametrize("wgrad", ["requantize", "copy", pytest.param("blocks", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_kept_bytes_are_those_of_the_graph(architecture, wgrad):
     model = build_model(architecture).to(torch.bfloat16)

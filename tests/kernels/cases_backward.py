@@ -21,7 +21,7 @@ def _randn(generator, *shape, dtype=BF16):
 
 @pytest.mark.parametrize("dtype", (BF16, torch.float32))
 @pytest.mark.parametrize("norms", (True, False))
-@pytest.mark.parametrize("tokens,heads,kv_heads,size", ((37, 4, 2, 32), (70, 9, 3, 64), (33, 8, 1, 128)))
+@pytest.mark.parametrize("tokens,heads,kv_heads,size", ((37, 4, 2, 32), (33, 9, 3, 64)))
 def test_rotary_and_head_norm_backward_into_the_merged_gradient(tokens, heads, kv_heads, size, norms, dtype, generator):
     merged = _randn(generator, tokens, heads * size + 2 * kv_heads * size, dtype=dtype)
     q = merged[:, : heads * size].unflatten(1, (heads, size))
@@ -50,7 +50,7 @@ def test_rotary_and_head_norm_backward_into_the_merged_gradient(tokens, heads, k
 
 @pytest.mark.parametrize("dtype", (BF16, torch.float32))
 @pytest.mark.parametrize("scale_format", ("fp32", "pow2"))
-@pytest.mark.parametrize("m,k", ((37, 200), (130, 256), (1, 64)))
+@pytest.mark.parametrize("m,k", ((37, 200), (130, 64)))
 def test_fused_activation_gradient_gives_the_bytes_of_both_quantizers(m, k, scale_format, dtype, generator):
     grad, gate, up = (_randn(generator, m, k, dtype=dtype) for _ in range(3))
     on = [t.to(DEVICE) for t in (grad, gate, up)]
@@ -64,7 +64,7 @@ def test_fused_activation_gradient_gives_the_bytes_of_both_quantizers(m, k, scal
 
 
 @pytest.mark.parametrize("scale_format", ("fp32", "pow2"))
-@pytest.mark.parametrize("m,k", ((37, 200), (300, 256), (1, 64)))
+@pytest.mark.parametrize("m,k", ((37, 200), (130, 64)))
 def test_tiles_requantized_into_transposed_blocks(m, k, scale_format, generator):
     codes, scale = reference.quantize_tiles(_randn(generator, m, k), scale_format)
     want = fused_reference.requantize_blocks_transposed(codes, scale, k, scale_format)
