@@ -159,23 +159,29 @@ def _norm_backward_kernel(
         r = tl.load(rstd + row, mask=real, other=0.0)
         d0 = tl.load(grad + at + c0, mask=real & k0, other=0.0)
         h0 = tl.load(hidden + at + c0, mask=real & k0, other=0.0)
-        if not KEEP_WEIGHT:
-            w0 = tl.load(weight + c0, mask=k0, other=0.0)
-        dot = _weighted_dot(d0, h0, w0)
         if CHUNKS > 1:
             d1 = tl.load(grad + at + c1, mask=real & k1, other=0.0)
             h1 = tl.load(hidden + at + c1, mask=real & k1, other=0.0)
-            w1 = tl.load(weight + c1, mask=k1, other=0.0)
-            dot += _weighted_dot(d1, h1, w1)
         if CHUNKS > 2:
             d2 = tl.load(grad + at + c2, mask=real & k2, other=0.0)
             h2 = tl.load(hidden + at + c2, mask=real & k2, other=0.0)
-            w2 = tl.load(weight + c2, mask=k2, other=0.0)
-            dot += _weighted_dot(d2, h2, w2)
         if CHUNKS > 3:
             d3 = tl.load(grad + at + c3, mask=real & k3, other=0.0)
             h3 = tl.load(hidden + at + c3, mask=real & k3, other=0.0)
+        if not KEEP_WEIGHT:
+            w0 = tl.load(weight + c0, mask=k0, other=0.0)
+        if CHUNKS > 1:
+            w1 = tl.load(weight + c1, mask=k1, other=0.0)
+        if CHUNKS > 2:
+            w2 = tl.load(weight + c2, mask=k2, other=0.0)
+        if CHUNKS > 3:
             w3 = tl.load(weight + c3, mask=k3, other=0.0)
+        dot = _weighted_dot(d0, h0, w0)
+        if CHUNKS > 1:
+            dot += _weighted_dot(d1, h1, w1)
+        if CHUNKS > 2:
+            dot += _weighted_dot(d2, h2, w2)
+        if CHUNKS > 3:
             dot += _weighted_dot(d3, h3, w3)
         rc = r * r * (tl.sum(dot, axis=0) / k)
         dw0 += _finish_chunk(
