@@ -20,6 +20,7 @@ from jetrl.integrations.verl import calibrated_clip as module
 from jetrl.integrations.verl.calibrated_clip import HIGH_GRID, LOW_GRID, ClipBounds, fit, tail_counts
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import PrecisionAssignment, load_flow
+from jetrl.precision.job import read_job
 
 BASE = ClipBounds(0.8, 1.2)
 
@@ -136,6 +137,7 @@ def test_it_is_off_by_default_and_reaches_the_worker_when_chosen(tmp_path):
     wire = cfg.actor_rollout_ref.model.override_config[WIRE_KEY]
     assert CalibratedClip.from_wire(wire) == CalibratedClip(every=5, sequences=32)
     assert load_flow(cfg.actor_rollout_ref.model.override_config.jetrl_flow).shadow == PrecisionAssignment("bf16")
+    assert any("shadow pass, forward only, linears bf16" in note for note in read_job(cfg).notes)  # jetrl.check prints it
 
 
 @pytest.mark.parametrize(
