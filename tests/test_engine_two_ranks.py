@@ -6,6 +6,8 @@ from checkpoints_for_tests import build_model
 from engine_rank_for_tests import everything
 from fsdp_for_tests import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
