@@ -29,6 +29,7 @@ from rollout_engines import SHAPES, build, config_of, worker_memory, write_confi
 
 PATHS = {"bf16 -> bf16": ("bf16", "bf16"), "bf16 -> jetrl": ("jetrl", "bf16"), "fp8 -> jetrl": ("jetrl", "fp8")}
 BUCKET_MB = 2048  # VeRL's default
+DEVICE = "cuda"  # "cpu" goes through shared memory, as VeRL does there
 
 
 def trainer_weights(config: dict) -> dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ def trainer_weights(config: dict) -> dict[str, torch.Tensor]:
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     torch.manual_seed(0)
     return {
-        name: torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02).add_(len(shape) == 1)
+        name: torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).mul_(0.02).add_(len(shape) == 1)
         for name, shape in shapes.items()
     }
 
@@ -60,10 +61,10 @@ def on_wire(weights: dict[str, torch.Tensor], wire: str) -> Iterator[tuple[str, 
     from jetrl.integrations.verl.wire import quantized_on_the_way
 
     matrices = {name.removesuffix(".weight"): "fp32" for name in weights if name.endswith("_proj.weight")}
-    return quantized_on_the_way(iter(weights.items()), matrices, "cuda")
+    return quantized_on_the_way(iter(weights.items()), matrices, DEVICE)
 
 
-def receive(worker, handle: str) -> int:
+def receive(worker, handle: str, use_shm: bool) -> int:
     """Called in the worker: what VeRL's worker extension does in update_weights_from_ipc. Returns the bytes received."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -75,7 +76,8 @@ def receive(worker, handle: str) -> int:
         received += sum(tensor.nbytes for _, tensor in weights)
         model.load_weights(weights)
 
-    BucketedWeightReceiver(zmq_handle=handle, device=worker.device).receive_weights(on_bucket_received=take)
+    receiver = BucketedWeightReceiver(zmq_handle=handle, device=worker.device, use_shm=use_shm)
+    receiver.receive_weights(on_bucket_received=take)
     process_weights_after_loading(model, worker.model_runner.vllm_config.model_config, worker.device)
     return received
 
@@ -86,11 +88,12 @@ def refit(llm, weights: dict[str, torch.Tensor], wire: str) -> tuple[float, int]
 
     handle = f"ipc://{tempfile.gettempdir()}/jetrl-refit-{os.getpid()}.sock"
     answer = []
-    torch.cuda.synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     start = time.perf_counter()
-    worker = threading.Thread(target=lambda: answer.append(llm.collective_rpc(receive, args=(handle,))))
+    worker = threading.Thread(target=lambda: answer.append(llm.collective_rpc(receive, args=(handle, DEVICE == "cpu"))))
     worker.start()
-    asyncio.run(BucketedWeightSender(handle, BUCKET_MB).async_send_weights(on_wire(weights, wire)))
+    asyncio.run(BucketedWeightSender(handle, BUCKET_MB, DEVICE == "cpu").async_send_weights(on_wire(weights, wire)))
     worker.join()
     return time.perf_counter() - start, answer[0][0]
 
