@@ -1,17 +1,21 @@
 """Memory-bound kernels against the device's copy bandwidth: quantizers, norm + quantize, SiLU-mul + quantize.
 
-    python benchmarks/bench_quantize.py [--out FOLDER]
+    python benchmarks/bench_quantize.py [--sweep] [--out FOLDER]
 
 `of_copy` is bytes that must move (each input read once, each output written once) over time, over the measured rate of a
-2 GiB device-to-device copy. The bar is 0.80, 0.65 for kernels that transpose.
+2 GiB device-to-device copy. The bar is 0.80, 0.65 for kernels that transpose. --sweep times cuts of the re-quantizer and of
+the norm's backward instead, fastest first.
 """
 
 import argparse
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
 from harness import copy_bandwidth, input_sets, print_table, time_calls, write_results
+from jetrl_kernels import norm_triton, quantize_triton
 
 TOKENS = 8192
 SHAPES = ((TOKENS, 4096), (TOKENS, 12288))
@@ -111,12 +115,47 @@ def _cases(m: int, k: int):
         )
 
 
+def _cuts(kernel: str) -> Iterator[tuple]:
+    """Make one cut after the other the current one, and yield it; the shipped one is back at the end."""
+    if kernel == "requantize_tiles_transposed":
+        names = "COLUMNS", "REQUANTIZE_WARPS", "REQUANTIZE_VECTOR"
+        shipped = [getattr(quantize_triton, name) for name in names]
+        for cut in [*itertools.product((32, 64, 128), (1, 2, 4, 8), (4, 8, 16)), shipped]:
+            for name, value in zip(names, cut, strict=True):
+                setattr(quantize_triton, name, value)
+            yield tuple(cut)
+    elif kernel == "rms_norm_backward":
+        shipped = norm_triton._backward_cut
+        for rows, warps, stages in itertools.product((16, 32, 64), (8, 16), (1, 2, 3)):
+            cut = norm_triton.BackwardCut(rows, norm_triton.LARGEST_CHUNK, warps, stages)
+            norm_triton._backward_cut = lambda grad, with_grad_hidden, cut=cut: cut
+            yield tuple(cut)
+        norm_triton._backward_cut = shipped
+
+
+def _sweep(bandwidth: float) -> None:
+    for m, k in SHAPES:
+        for name, _, size, call, make in _cases(m, k):
+            sets, rows = [make() for _ in range(input_sets(2 * m * k))], []
+            for cut in _cuts(name):
+                us = time_calls([lambda s=s, call=call: call(*s) for s in sets], repeats=2).us
+                rows.append({"kernel": name, "shape": f"{m}x{k}", "cut": cut, "us": us})
+                rows[-1]["of_copy"] = size / (us * 1e-6) / bandwidth
+            if rows:
+                print_table(sorted(rows, key=lambda row: row["us"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
-    out = parser.parse_args().out
+    parser.add_argument("--sweep", action="store_true", help="time other cuts of two kernels")
+    arguments = parser.parse_args()
+    out = arguments.out
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
+    if arguments.sweep:
+        _sweep(bandwidth)
+        return
     rows = []
     for m, k in SHAPES:
         for name, bar, size, call, make in _cases(m, k):

@@ -274,14 +274,15 @@ def rms_norm_backward(grad, grad_hidden, hidden, weight, rstd):
     cut = _backward_cut(grad, grad_hidden is not None)
     programs = ceil_div(m, cut.rows)
     dh = grad.new_empty(m, k)
-    dweight = torch.zeros(k, dtype=torch.float32, device=grad.device)
-    if m:
-        parts = torch.empty(programs, k, dtype=torch.float32, device=grad.device)
-        _norm_backward_kernel[(programs,)](
-            grad, grad_hidden, hidden, weight, rstd, dh, parts, m, k,
-            ROWS=cut.rows, STAGES=cut.stages, CHUNKS=ceil_div(k, cut.chunk), CHUNK=cut.chunk, KEEP_WEIGHT=k <= cut.chunk,
-            HAS_GRAD_HIDDEN=grad_hidden is not None, IS_BF16=grad.dtype == torch.bfloat16, INTERPRETED=INTERPRETED,
-            num_warps=cut.warps,
-        )  # fmt: skip
-        _sum_rows_kernel[(ceil_div(k, 32),)](parts, dweight, programs, k, ROWS=64, BLOCK=32, num_warps=4)
+    if not m:
+        return dh, torch.zeros(k, dtype=torch.float32, device=grad.device)
+    dweight = torch.empty(k, dtype=torch.float32, device=grad.device)
+    parts = torch.empty(programs, k, dtype=torch.float32, device=grad.device)
+    _norm_backward_kernel[(programs,)](
+        grad, grad_hidden, hidden, weight, rstd, dh, parts, m, k,
+        ROWS=cut.rows, STAGES=cut.stages, CHUNKS=ceil_div(k, cut.chunk), CHUNK=cut.chunk, KEEP_WEIGHT=k <= cut.chunk,
+        HAS_GRAD_HIDDEN=grad_hidden is not None, IS_BF16=grad.dtype == torch.bfloat16, INTERPRETED=INTERPRETED,
+        num_warps=cut.warps,
+    )  # fmt: skip
+    _sum_rows_kernel[(ceil_div(k, 32),)](parts, dweight, programs, k, ROWS=64, BLOCK=32, num_warps=4)
     return dh, dweight
