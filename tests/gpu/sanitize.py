@@ -6,7 +6,22 @@ compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
-from jetrl_kernels import few_rows_gemm, gemm_triton
+from jetrl_kernels import few_rows_gemm, gemm_grouped_triton, gemm_triton
+
+
+def _grouped() -> None:
+    """Two experts with tokens and one without; 72 and 136 columns, which fill no tile."""
+    jetrl, sizes = torch.ops.jetrl, [128, 0, 256]
+    groups = torch.tensor([0] * 128 + [2] * 256, device="cuda", dtype=torch.int32)
+    x, dy = (torch.randn(384, width, device="cuda") for width in (72, 136))
+    a, (b, b_scale) = (
+        jetrl.quantize_tiles(x, "fp32"),
+        jetrl.quantize_blocks(torch.randn(136, 72, device="cuda"), "fp32"),
+    )
+    b, b_scale = b[None, :136].repeat(3, 1, 1), b_scale[None].repeat(3, 1, 1)
+    gemm_grouped_triton.gemm_nt_grouped_m(*a, b, b_scale, groups, torch.empty(384, 136, device="cuda"))
+    xt, dyt = (jetrl.quantize_tiles_transposed(t, "fp32") for t in (x, dy))
+    jetrl.gemm_nt_grouped_k(*dyt, *xt, sizes, torch.zeros(3, 136, 72, device="cuda"))
 
 
 def main() -> None:
@@ -41,6 +56,7 @@ def main() -> None:
         if m <= few_rows_gemm.MAX_ROWS:
             y = torch.empty(m, n, device="cuda", dtype=bf16)
             few_rows_gemm.gemm_nt(codes, scale, w_codes[:n], w_scale, y)
+    _grouped()
     torch.cuda.synchronize()
     print("all kernels ran")
 
