@@ -12,12 +12,9 @@ The decoded accuracy is printed at the end for comparison. No validation questio
 """
 
 import argparse
-import copy
 import itertools
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -194,13 +191,6 @@ def warm_up(
     )
 
 
-def replace_weights(model: Qwen3ForCausalLM, out: Path) -> None:
-    """The weights file alone, in one move: jobs are already reading the folder's other files."""
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        model.save_pretrained(temporary)
-        os.replace(Path(temporary) / "model.safetensors", out / "model.safetensors")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -218,12 +208,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decay-steps", type=int, default=700, help="steps over which the learning rate falls")
     parser.add_argument("--max-steps", type=int, default=4000)
     parser.add_argument("--seconds", type=float, help="stop then, below the target too; reached says so")
-    parser.add_argument(
-        "--early",
-        action="store_true",
-        help="write the folder untrained before the first step, unless it is there, and at the end the weights alone: a job "
-        "that needs minutes to start can start beside this",
-    )
     parser.add_argument("--decode", type=int, default=64, help="validation questions to decode at the end; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
@@ -240,8 +224,6 @@ def main(argv: list[str] | None = None) -> dict:
     longest = args.length + 256  # the job's prompts have at most 192 tokens (configs/data/chain.yaml)
     tokenizer = load_tokenizer(longest)
     model = make_model(tokenizer, SIZES[args.size], longest, args.seed).to(args.device)
-    if args.early and not (args.out / "config.json").exists():
-        save(copy.deepcopy(model).to("cpu", torch.bfloat16), tokenizer, args.out)
     parts = [validation[start : start + args.batch] for start in range(0, len(validation), args.batch)]
     encoder = Encoder(tokenizer)
     probe = [tuple(tensor.to(args.device) for tensor in encoder.batch(part)) for part in parts]
@@ -253,10 +235,7 @@ def main(argv: list[str] | None = None) -> dict:
     if sampled > HIGHEST_START:
         raise SystemExit(f"sampled accuracy {sampled:.3f} is above {HIGHEST_START}; lower --target or --lr")
     decoded = decoded_accuracy(model, tokenizer, validation[: args.decode], args.length) if args.decode else None
-    if args.early:
-        replace_weights(model, args.out)
-    else:
-        save(model, tokenizer, args.out)
+    save(model, tokenizer, args.out)
     reached |= {"seed": args.seed, "size": args.size, "parameters": model.num_parameters(), "length": args.length}
     reached |= {
         "greedy": greedy,
