@@ -42,3 +42,15 @@ def test_a_bound_that_fp8_rollout_exceeds_is_exit_code_1(tmp_path):
     assert code == 1 and "is above --max-kl 1e-06" in said
     own = {e["operator"] for e in result["operators"] if e["own"]["differing"]}
     assert {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)} <= own
+
+
+def test_the_exact_flow_has_no_differing_token_and_a_mutation_is_all_that_is_named(tmp_path):
+    """Chunked prefill and a decode batch that grows; attention is jetrl's row-wise one on both sides."""
+    code, result, said = verify(
+        tmp_path, "precision=unified_exact", "--sequences", "4", "--lengths", "12,24", "--layer-tokens", "48",
+        "--mutations", "actor_rollout_ref.rollout.max_num_batched_tokens=16", "actor_rollout_ref.rollout.max_num_seqs=4",
+    )  # fmt: skip
+    assert code == 0, said
+    assert result["mismatch"]["all"]["differing_tokens"] == 0 and result["mismatch"]["all"]["k3_kl"] == 0.0
+    assert not any(e["seen"]["differing"] or e["own"]["differing"] for e in result["operators"])
+    assert [m["found"] for m in result["mutations"]] == [True] * 4, result["mutations"]
