@@ -57,7 +57,7 @@ def test_compiled_engine_fuses_and_has_the_bits_of_the_eager_one(tmp_path, monke
     assert {name: fused[name] for name in expected} == expected
 
 
-def test_a_tensor_that_is_also_read_unquantized_stays_as_it_is():
+def test_a_tensor_that_is_also_read_unquantized_stays_as_it_is(monkeypatch):
     from jetrl.integrations.vllm.fusion import SharedOperatorFusion
 
     ops = torch.ops.jetrl
@@ -86,9 +86,10 @@ def test_a_tensor_that_is_also_read_unquantized_stays_as_it_is():
         from vllm.compilation.passes.inductor_pass import CallableInductorPass
 
         torch._dynamo.reset()
-        compiled = torch.compile(
-            function, fullgraph=True, options={"post_grad_custom_post_pass": CallableInductorPass(count, str(fuses) + function.__name__)}
-        )  # fmt: skip
+        # Without Inductor's cache, which would skip the pass in a second run of this test.
+        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+        options = {"post_grad_custom_post_pass": CallableInductorPass(count, "count")}
+        compiled = torch.compile(function, fullgraph=True, options=options)
         for got, want in zip(compiled(*arguments), function(*arguments), strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
         assert found.count("rms_norm_quantize") == fuses, function.__name__

@@ -161,8 +161,12 @@ def test_a_worker_without_the_plug_in_does_not_start(vllm_model, monkeypatch):
     vllm_model("qwen3")  # vLLM loads plug-ins once per process
     for name in ("RMSNorm", "SiluAndMul", "RotaryEmbedding", "Llama3RotaryEmbedding"):
         monkeypatch.delitem(op_registry_oot, name)
-    with pytest.raises(UserError, match="plug-in was not loaded in this worker"):
-        vllm_model("qwen3")
+    dtype = torch.get_default_dtype()
+    try:
+        with pytest.raises(UserError, match="plug-in was not loaded in this worker"):
+            vllm_model("qwen3")
+    finally:
+        torch.set_default_dtype(dtype)  # vLLM's context manager does not put it back when the body raises
 
 
 def test_dummy_weights_are_quantized_noise(vllm_model):
