@@ -98,12 +98,13 @@ def keep(run: Run, root: Path, target: Path, side_by_side: int) -> dict:
     """Copy what the report needs, small and without this machine's paths; returns the run's record."""
     folder, kept = root / run.name, target / run.name
     kept.mkdir(parents=True, exist_ok=True)
-    if (folder / CONFIG).is_file():
-        text = (folder / CONFIG).read_text()
-        (kept / CONFIG).write_text(text.replace(f"{Path.cwd()}/", "").replace(str(run.temporary), "/tmp/ray"))
-    for name in (STARTS, FAILURE):
+    local = {str(root.absolute()): "runs", f"{Path.cwd()}/": "", str(run.temporary): "/tmp/ray"}
+    for name in (CONFIG, STARTS, FAILURE):
         if (folder / name).is_file():
-            shutil.copy(folder / name, kept / name)
+            text = (folder / name).read_text()
+            for path, instead in local.items():
+                text = text.replace(path, instead)
+            (kept / name).write_text(text)
     steps = read_run(folder / METRICS) if (folder / METRICS).is_file() else {}
     lines = [
         json.dumps({"step": step, "data": {k: _rounded(v) for k, v in data.items() if KEPT.match(k)}})
