@@ -228,6 +228,29 @@ def test_a_layer_of_the_known_form_that_computes_something_else_keeps_its_forwar
     assert torch.isfinite(model(tokens().cpu()).logits).all()
 
 
+SIZES = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
+
+
+def test_layers_without_rotary_embedding_among_others_with_it_keep_their_forward():
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    config = SmolLM3Config(**SIZES, num_hidden_layers=3, no_rope_layers=[1, 0, 1], pad_token_id=0)
+    model = SmolLM3ForCausalLM(config)
+    report = convert(model, build_training_graph(model, assignment()))
+    assert report.fusion.fused == ["model.layers.0", "model.layers.2"]
+    assert report.fusion.kept == {"model.layers.1": "a small layer of its class computes something else"}
+
+
+@pytest.mark.parametrize("window,fused", [(8, 0), (None, 2)])
+def test_a_sliding_window_that_the_attention_module_does_not_hold_keeps_a_layer_from_being_fused(window, fused):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = MistralForCausalLM(MistralConfig(**SIZES, num_hidden_layers=2, sliding_window=window))
+    report = convert(model, build_training_graph(model, assignment()))
+    assert len(report.fusion.fused) == fused
+    assert all("sliding_window" in reason for reason in report.fusion.kept.values())
+
+
 def test_a_layer_with_a_linear_in_bf16_keeps_its_forward():
     _, report = build("qwen3", exclude=("model.layers.0.mlp.down_proj",))
     assert report.fusion.fused == ["model.layers.1"]
@@ -284,6 +307,53 @@ def test_generation_with_a_cache_gives_the_logits_of_the_whole_sequence():
     last = model(ids[:, 8:], past_key_values=first.past_key_values, use_cache=True).logits
     # Another attention kernel runs for one query; 1e-3 of the logits' size is far above float32 and far below a lost token.
     torch.testing.assert_close(last[:, 0], whole[:, 8], rtol=1e-3, atol=1e-3)
+
+
+def test_a_backward_hook_on_a_child_is_not_passed_over():
+    model, _ = build("qwen3")
+    model.model.layers[1].self_attn.o_proj.register_full_backward_hook(lambda m, gi, go: None)
+    with pytest.raises(UserError, match="wrapped or has a hook"):
+        model(tokens())
+
+
+def test_a_linear_inside_a_wrapper_that_passes_attributes_on_is_refused():
+    """FSDP1 with a wrap policy by size wraps single linears, runs no hook, and shows weights that are not gathered."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name):
+            return self._modules["module"] if name == "module" else getattr(self._modules["module"], name)
+
+    model, _ = build("qwen3")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Wrapper(attention.q_proj)
+    with pytest.raises(UserError, match="wrapped or has a hook"):
+        model(tokens())
+
+
+def test_attention_input_takes_gradients_of_any_strides_without_head_norms():
+    """The kernel refuses heads that are not contiguous, and without norms it is given the gradients as q and k too."""
+    model, _ = build("llama-ragged-tied")
+    layer = model.model.layers[0]
+    step, attention = layer.jetrl_steps.before, layer.self_attn
+    hidden = torch.randn(5, attention.q_proj.in_features, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    half = torch.ones(5, attention.head_dim // 2, dtype=torch.bfloat16, device=DEVICE)
+    qkv = [getattr(attention, n) for n in ATTENTION[:3]]
+    outs = step(
+        hidden, layer.input_layernorm.weight, (None, None), half, half, [m.weight for m in qkv], [m.bias for m in qkv]
+    )
+    seen, stock = [], torch.ops.jetrl.qk_norm_rotary_backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.jetrl, "qk_norm_rotary_backward", lambda *a: seen.extend(a[:5]) or stock(*a))
+        torch.autograd.backward(
+            outs,
+            [torch.randn(*o.shape[::-1], dtype=o.dtype, device=DEVICE).permute(*range(o.dim())[::-1]) for o in outs],
+        )
+    assert len(seen) == 5 and all(t.stride(-1) == 1 for t in seen)
+    assert torch.isfinite(hidden.grad).all()
 
 
 # The cache of weight codes ------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class FusionReport:
 def fuse(model: nn.Module, policy: CachePolicy) -> FusionReport:
     """Fuse every decoder layer of `model` (a Hugging Face causal LM with Float8Linear layers) that can be, in place.
 
-    Where all layers are fused, the final norm computes through jetrl.rms_norm as well.
+    Where any layer is fused, the final norm computes through jetrl.rms_norm as well.
     """
     report = FusionReport()
     for name, layer in list(model.named_modules()):

@@ -64,12 +64,13 @@ class _AttentionInputFunction(torch.autograd.Function):
     def backward(ctx, dq, dk, dv, grad_hidden):
         hidden, norm_weight, rstd, cos, sin, qw, kw, vw, q_norm, k_norm, *rest = ctx.saved_tensors
         step, kept = ctx.step, tuple(rest[len(rest) - ctx.kept :])
+        dq, dk, dv = (_rows_contiguous(g) for g in (dq, dk, dv))
         q, k, q_rstd, k_rstd = dq, dk, None, None
         if step.head_norms:
             q, k, _ = (step.heads(part) for part in step.qkv.parts(rest[0]))
             q_rstd, k_rstd = rest[1:3]
         merged, dq_norm, dk_norm = torch.ops.jetrl.qk_norm_rotary_backward(
-            *(_rows_contiguous(g) for g in (dq, dk, dv)), q, k, q_norm, k_norm, q_rstd, k_rstd, cos, sin
+            dq, dk, dv, q, k, q_norm, k_norm, q_rstd, k_rstd, cos, sin
         )
         needs = ctx.needs_input_grad
         wants_weights = any(needs[8:11])

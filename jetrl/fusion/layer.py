@@ -103,7 +103,7 @@ def fused_forward(
         )
     o = attention.o_proj
     hidden = steps.after(
-        out.reshape(batch * length, -1),
+        out.reshape(batch * length, attention.o_proj.in_features),
         hidden,
         o.weight,
         o.bias,
@@ -133,12 +133,8 @@ def _half(table: torch.Tensor, batch: int, head_dim: int) -> torch.Tensor:
 
 def _refuse_wrapped_children(layer: nn.Module) -> None:
     """A child with hooks, or under FSDP by itself, expects to be called: its weights may not even be here otherwise."""
-    for hooks in layer.jetrl_hooks:
-        if hooks:
-            break
-    else:
-        if type(layer.self_attn) is layer.jetrl_types[0] and type(layer.mlp) is layer.jetrl_types[1]:
-            return
+    if not any(layer.jetrl_hooks) and all(p._modules[name] is child for p, name, child in layer.jetrl_parts):
+        return
     raise UserError(
         "a module inside a fused decoder layer is wrapped or has a hook, and would be passed over; wrap whole decoder layers "
         "(actor.fsdp_config.wrap_policy), or keep the layer unfused with convert(..., fuse_layers=False)"
@@ -161,9 +157,14 @@ def swap_layer(layer: nn.Module, policy: CachePolicy) -> None:
         _classes[stock] = type(stock.__name__, (stock,), members)
     layer.__class__ = _classes[stock]
     layer.jetrl_steps = Steps.of(layer, policy)
-    layer.jetrl_types = (type(layer.self_attn), type(layer.mlp))
+    # A wrapper takes a part's place in its parent, and passes attribute reads on: nothing else would tell.
+    layer.jetrl_parts = tuple((p, name, child) for p in layer.modules() for name, child in p.named_children())
     layer.jetrl_hooks = hook_tables(m for name, m in layer.named_modules() if name)
 
 
 def hook_tables(modules: Sequence[nn.Module]) -> tuple[dict, ...]:
-    return tuple(table for m in modules for table in (m._forward_hooks, m._forward_pre_hooks))
+    return tuple(
+        table
+        for m in modules
+        for table in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    )

@@ -6,10 +6,13 @@ compared with that of the composition below. No model is known by its name.
 """
 
 import copy
+import sys
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from jetrl.fusion.layer import ATTENTION, CHILDREN, HEAD_NORMS, MLP, attention_function, hook_tables
 from jetrl.linear import Float8Linear
@@ -25,6 +28,10 @@ SMALL = {
 }
 # Two float32 computations of one formula over sums of at most 96 terms; another formula is off by far more.
 TOLERANCE = 1e-4
+# The attention that a small layer calls by this name notes what it is given.
+RECORDER = "jetrl_recognise"
+# What the fused layer passes on as well: the composition's own, and what the model gives every layer.
+SHARED_OPTIONS = ("scaling", "dropout", "attention_mask", "position_ids", "use_cache")
 
 _verdicts: dict[tuple, str | None] = {}
 
@@ -68,14 +75,18 @@ def _formats(layer: nn.Module) -> str | None:
 
 
 def _arithmetic(layer: nn.Module, config) -> str | None:
-    """Compare a small layer of this class with `_composition`. The verdict is kept per class and configuration."""
-    key = (type(layer), repr(config))
+    """Compare a small layer of this class with `_composition`. The verdict is kept per class, place and configuration.
+
+    By place, because layers of one class can differ: some models leave the rotary embedding out of every fourth.
+    """
+    index = getattr(layer.self_attn, "layer_idx", 0)
+    key = (type(layer), index, repr(config))
     if key not in _verdicts:
-        _verdicts[key] = _compare(type(layer), config)
+        _verdicts[key] = _compare(type(layer), index, config)
     return _verdicts[key]
 
 
-def _compare(cls: type, config) -> str | None:
+def _compare(cls: type, index: int, config) -> str | None:
     small = copy.deepcopy(config)
     for name, value in SMALL.items():
         setattr(small, name, value)
@@ -84,7 +95,7 @@ def _compare(cls: type, config) -> str | None:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         try:
-            layer = cls(small, 0).to(torch.float32).eval()
+            layer = cls(small, index).to(torch.float32).eval()
         except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as e:
             return f"a small layer of its class could not be built ({type(e).__name__})"
         if _form(layer) is not None:
@@ -93,13 +104,30 @@ def _compare(cls: type, config) -> str | None:
             p.normal_(std=0.5)
         hidden, angle = torch.randn(2, 5, SMALL["hidden_size"]), torch.randn(2, 5, SMALL["head_dim"] // 2)
         tables = tuple(torch.cat((t, t), dim=-1) for t in (angle.cos(), angle.sin()))
-        stock = layer(hidden, attention_mask=None, position_embeddings=tables)
+        passed: dict = {}
+        ALL_ATTENTION_FUNCTIONS[RECORDER] = partial(_record, passed)
+        small._attn_implementation = RECORDER
+        try:
+            stock = layer(hidden, attention_mask=None, position_embeddings=tables)
+        finally:
+            small._attn_implementation = "eager"
+            del ALL_ATTENTION_FUNCTIONS[RECORDER]
         ours = _composition(layer, hidden, *tables)
     if not isinstance(stock, torch.Tensor) or not torch.allclose(
         stock, ours, rtol=TOLERANCE, atol=TOLERANCE * stock.abs().max()
     ):
         return "a small layer of its class computes something else"
-    return None
+    # Eager attention ignores these and other kernels do not: no output of a small layer would show them.
+    ours = {"sliding_window": getattr(layer.self_attn, "sliding_window", None)}
+    stray = sorted(key for key in {*passed, *ours} if passed.get(key) != ours.get(key))
+    return f"its attention is given a {stray[0]} that is not the attention module's own" if stray else None
+
+
+def _record(passed: dict, module: nn.Module, *qkv_mask, **options):
+    """Eager attention that notes which options the layer gave it."""
+    passed.update({key: value for key, value in options.items() if key not in SHARED_OPTIONS})
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, *qkv_mask, **options)
 
 
 def _composition(layer: nn.Module, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

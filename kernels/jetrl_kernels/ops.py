@@ -108,7 +108,10 @@ def _define(schema: str, cpu: Callable, cuda_module: str, fake: Callable) -> Non
         return getattr(importlib.import_module(f"jetrl_kernels.{cuda_module}"), name)
 
     def run_on_cuda(*args):
-        return kernel()(*args)
+        # Triton launches on the current device, which need not be that of the tensors.
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        with torch.cuda.device(first.device):
+            return kernel()(*args)
 
     _library.impl(name, run_on_cpu, "CPU")
     _library.impl(name, run_on_cuda, "CUDA")
