@@ -28,13 +28,18 @@ FIRST_AUTO_GENERATION = 2
 
 _log = logging.getLogger("jetrl")
 _generation = 0
+_moves = 0
 _holders: "weakref.WeakSet[WeightCodes]" = weakref.WeakSet()
 
 
-def weights_changed() -> None:
-    """Drop every kept copy: call it after an optimizer step, a load, and when weights move to or from the CPU."""
-    global _generation
+def weights_changed(moved: bool = False) -> None:
+    """Drop every kept copy: call it after an optimizer step, a load, and when weights move to or from the CPU.
+
+    moved: they only moved, which an offloading job does before its first optimizer step as well.
+    """
+    global _generation, _moves
     _generation += 1
+    _moves += moved
     for holder in list(_holders):
         holder.clear()
 
@@ -66,7 +71,7 @@ class CachePolicy:
 
     def _decide(self, device: torch.device) -> tuple[str, str]:
         size = 2 * self.elements
-        if _generation < FIRST_AUTO_GENERATION:
+        if _generation - _moves < FIRST_AUTO_GENERATION:
             return "micro_batch", "before the first optimizer step"
         if device.type != "cuda":
             return "step", f"{size / 2**30:.2f} GiB of FP8 copies in host memory"

@@ -362,6 +362,7 @@ def test_attention_input_takes_gradients_of_any_strides_without_head_norms():
 @pytest.fixture
 def generation(monkeypatch):
     monkeypatch.setattr(weight_cache, "_generation", 0)
+    monkeypatch.setattr(weight_cache, "_moves", 0)
 
 
 def made(monkeypatch, run):
@@ -387,6 +388,15 @@ def test_codes_are_made_once_per_generation_only_where_chosen(cache, per_pass, g
     assert tuple(made(monkeypatch, lambda: model(ids, use_cache=False)) for _ in range(2)) == per_pass
     weight_cache.weights_changed()
     assert made(monkeypatch, lambda: model(ids, use_cache=False)) == 14
+
+
+def test_auto_does_not_take_offloading_for_an_optimizer_step(generation, monkeypatch):
+    model, _ = build("qwen3", cache="auto")
+    weight_cache.weights_changed()
+    for _ in range(weight_cache.FIRST_AUTO_GENERATION):
+        weight_cache.weights_changed(moved=True)
+    ids = tokens()
+    assert [made(monkeypatch, lambda: model(ids, use_cache=False)) for _ in range(2)] == [14, 14]
 
 
 def test_nothing_is_kept_before_somebody_announces_changes(generation, monkeypatch):

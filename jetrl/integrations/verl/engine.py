@@ -147,7 +147,7 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
         super().to(device, model, optimizer, grad)
         if model:
-            weights_changed()  # FP8 copies would hold GPU memory that offloading is to free
+            weights_changed(moved=True)  # FP8 copies would hold GPU memory that offloading is to free
 
     def lr_scheduler_step(self):
         # torchao's optimizers hold the learning rate as a tensor, which VeRL's JSON and TensorBoard loggers cannot write.
