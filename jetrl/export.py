@@ -40,6 +40,8 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--output", required=True, type=Path, metavar="DIR")
     parser.add_argument("--precision", metavar="FLOW", help="default: the flow of the checkpoint, else unified_fp8")
     options = parser.parse_args(argv)
+    if options.format == "bf16" and options.precision is not None:
+        raise UserError(f"--precision {options.precision} says what --format fp8 quantizes; leave it out with bf16")
     size = export(options.checkpoint, options.format, options.output, options.precision)
     print(f"{options.output}: {options.format}, {size / 1e9:.3f} GB of weights")
     return 0

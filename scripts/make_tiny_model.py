@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write; replaced when it exists")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    refuse_other_folders(args.out)
     # The same sums in the same order on any machine; on a busy one two threads are slower than one.
     torch.set_num_threads(1)
 
@@ -218,8 +219,15 @@ def main() -> None:
     print(json.dumps({key: round(value, 3) for key, value in reached.items()}))
 
 
+def refuse_other_folders(out: Path) -> None:
+    """`out` will be replaced: it must be a model folder, empty or not there. Call it before training, not after."""
+    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
+        raise SystemExit(f"--out {out} exists and is no model folder; it would be deleted, so choose another")
+
+
 def save(model, tokenizer, out: Path) -> None:
     """Write to a temporary folder beside `out` and move it into place, so `out` is never half a model."""
+    refuse_other_folders(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         folder = Path(temporary) / "model"

@@ -198,7 +198,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--flows {unknown[0]} is unknown; allowed: {', '.join(FLOWS)}, all")
     if not re.fullmatch(r"\d+(,\d+)*", args.seeds):
         parser.error(f"--seeds {args.seeds} must be a comma list of whole numbers")
-    args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.seeds = list(dict.fromkeys(int(seed) for seed in args.seeds.split(",")))
+    args.flows = list(dict.fromkeys(args.flows))  # a flow named twice would be two runs in one folder
+    if args.side_by_side < 1:
+        parser.error(f"--side-by-side {args.side_by_side} must be at least 1")
+    if args.seconds is not None and args.seconds <= 0:
+        parser.error(f"--seconds {args.seconds} must be above 0")
     args.keep = args.keep or args.out / "kept" / args.experiment
     return args
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from make_tiny_model import save
+from make_tiny_model import refuse_other_folders, save
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from jetrl.data import TaskConfig, load_task
@@ -210,7 +210,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="stop then, below the target too; reached says so")
     parser.add_argument("--decode", type=int, default=64, help="validation questions to decode at the end; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("length", "digits", "batch", "max_steps", "decay_steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    try:
+        torch.device(args.device)
+    except RuntimeError:
+        parser.error(f"--device {args.device} is no device of torch; allowed: cuda, cpu")
+    refuse_other_folders(args.out)
+    return args
 
 
 def main(argv: list[str] | None = None) -> dict:

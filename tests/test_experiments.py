@@ -129,3 +129,20 @@ def test_words_after_the_dashes_go_to_every_run():
     assert (args.experiment, args.flows, args.seeds) == ("chain_long", list(script.FLOWS), [3, 1])
     assert (args.side_by_side, args.overrides) == (2, ["task.length=64", "a=b"])
     assert args.keep == Path("runs/kept/chain_long")
+
+
+def test_the_warm_up_does_not_delete_a_folder_that_is_no_model(tmp_path):
+    (tmp_path / "notes.txt").write_text("kept")
+    command = [
+        sys.executable,
+        str(SCRIPT.with_name("warm_up_model.py")),
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "is no model folder" in ended.stderr and "Traceback" not in ended.stderr
+    assert (tmp_path / "notes.txt").read_text() == "kept"

@@ -146,3 +146,23 @@ def test_a_model_whose_stacked_matrices_are_no_multiple_of_128_is_refused_for_fp
     (hf_folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1, "head_dim": 32}))
     assert run(hf_folder, "--format", "fp8", "--output", tmp_path / "o") == 2
     assert "no multiple of 128" in capsys.readouterr().err
+
+
+def test_a_shard_that_the_index_names_and_the_folder_lacks_is_refused(hf_folder, tmp_path, capsys):
+    """Exporting what is there would be a model with some layers missing."""
+    weights = load_file(hf_folder / "model.safetensors")
+    index = {"weight_map": {name: f"part-{i % 2}.safetensors" for i, name in enumerate(weights)}}
+    (hf_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (hf_folder / "model.safetensors").rename(hf_folder / "part-0.safetensors")
+    assert run(hf_folder, "--format", "bf16", "--output", tmp_path / "out") == 2
+    assert "lacks part-1.safetensors (1 of 2 weight files missing)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flow_without_effect_and_an_unknown_model_type_are_refused(hf_folder, tmp_path, capsys):
+    assert run(hf_folder, "--format", "bf16", "--precision", "bf16", "--output", tmp_path / "out") == 2
+    assert "leave it out with bf16" in capsys.readouterr().err
+    config = json.loads((hf_folder / "config.json").read_text())
+    (hf_folder / "config.json").write_text(json.dumps(config | {"model_type": "nosuch"}))
+    assert run(hf_folder, "--format", "fp8", "--output", tmp_path / "out") == 2
+    assert "model_type=nosuch" in capsys.readouterr().err

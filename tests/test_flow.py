@@ -43,6 +43,7 @@ def test_a_changed_flow_travels_as_json_and_comes_back_equal():
         ({"rollout": {"kv_cache": "fp8"}}, "kv_cache=fp8 is unknown; allowed: bf16"),
         ({"train": {"linear": "vllm_fp8"}}, "only defined for the rollout"),
         ({"train": {"wgrad": "int8"}}, "flow.train.wgrad=int8 is unknown; allowed: requantize, copy, blocks, bf16"),
+        ({"train": {"exact": "maybe"}}, "exact=maybe is unknown; allowed: True, False"),
         ({"rollout": {"wgrad": "copy"}}, "flow.rollout.wgrad=copy is only defined for training: set flow.train.wgrad"),
     ],
 )

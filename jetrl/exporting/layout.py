@@ -26,7 +26,14 @@ def fp8_weights(config: dict, flow: Flow) -> tuple[dict[str, str], list[str]]:
             f"the flow {flow.name} has a {flow.rollout.linear} rollout; allowed with --format fp8: an FP8 flow"
         )
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    graph = declare_from_config(AutoConfig.for_model(config["model_type"], **fields), flow.rollout)
+    try:
+        hf_config = AutoConfig.for_model(config["model_type"], **fields)
+    except (KeyError, ValueError) as e:
+        raise UserError(
+            f"model_type={config.get('model_type')} in config.json is not one that transformers knows; it is needed for "
+            "--format fp8"
+        ) from e
+    graph = declare_from_config(hf_config, flow.rollout)
     formats = {name: graph.linear_format(name) for name in graph.linear_names()}
     found = {name: fmt.weight.scale_format for name, fmt in formats.items() if fmt and fmt.is_fp8}
     for linear in sharded_linears(config):

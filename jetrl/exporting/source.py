@@ -81,16 +81,32 @@ def _companions(folder: Path) -> tuple[Path, ...]:
 
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} has no *.safetensors; save the model with transformers' save_pretrained")
-    for file in files:
+    for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (safe_open is no dict)
                     yield name, tensors.get_tensor(name)
         except SafetensorError as e:
             raise UserError(f"{file} cannot be read ({e}); copy the model again") from e
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers would load: the index's where there is one, else model.safetensors. All must be there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as e:
+            raise UserError(f"{index} names no weight files; copy the model again") from e
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{folder} lacks {missing[0]} ({len(missing)} of {len(names)} weight files missing); copy the model again, or "
+            "save it with transformers' save_pretrained"
+        )
+    return [folder / name for name in names]
 
 
 def _merged_shards(actor: Path) -> Iterator[tuple[str, torch.Tensor]]:

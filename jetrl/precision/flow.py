@@ -152,4 +152,4 @@ def _known_keys(where: str, data: dict, cls: type) -> None:
 
 def _one_of(key: str, value: object, allowed: tuple[str, ...] | list[str]) -> None:
     if value not in allowed:
-        raise UserError(f"{key}={value} is unknown; allowed: {', '.join(allowed)}")
+        raise UserError(f"{key}={value} is unknown; allowed: {', '.join(map(str, allowed))}")

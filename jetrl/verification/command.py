@@ -107,4 +107,4 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say, start:
     seconds = start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)
     say(f"trainer recomputed, {seconds:.0f} s")
     result = json.loads(space.result.read_text())
-    return {"model": str(model.path), "random_weights": random, **result}
+    return {"model": model.path.name, "random_weights": random, **result}
