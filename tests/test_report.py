@@ -397,11 +397,3 @@ def test_everything_drawn_lies_inside_the_picture_and_labels_do_not_overlap(rows
             assert x1 <= a0 or a1 <= x0 or y1 <= b0 or b1 <= y0, f"{name!r} meets {other!r}"
     for dot in picture.iter(f"{SVG}circle"):
         assert 0 <= float(dot.get("cx")) <= width and 0 <= float(dot.get("cy")) <= height
-
-
-def test_a_zero_has_its_own_place_on_a_log_axis():
-    chart = ElementTree.fromstring(svg.line_chart("t", "x", "y", [svg.Curve("a", 0, [1, 2], [0.0, 1e-4])], log=True))
-    ticks = {e.text: float(e.get("y")) for e in chart.iter(f"{SVG}text") if e.get("class") == "tick"}
-    zero, low = (float(e.get("cy")) for e in chart.iter(f"{SVG}circle"))
-    assert ticks["0"] > max(y for label, y in ticks.items() if label.startswith("1e"))
-    assert zero > low
