@@ -7,12 +7,12 @@ import triton.language as tl
 from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
 from jetrl_kernels.ops_fused import merged_width
-from jetrl_kernels.quantize_triton import load_float32, store_rows
-from jetrl_kernels.rotary_triton import _product, _round
+from jetrl_kernels.quantize_triton import load_dequantized, load_float32, store_rows
+from jetrl_kernels.rotary_triton import _product
 from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
-from jetrl_kernels.silu_triton import _check, _silu
-from jetrl_kernels.weight_triton import _blocks_kernel, round_to_bf16
+from jetrl_kernels.silu_triton import _check, _silu, silu_gradients
+from jetrl_kernels.weight_triton import _blocks_kernel, round_to_carrier
 
 # The fastest of a sweep on an H200 (benchmarks/bench_fused.py --sweep).
 ROWS = 8
@@ -27,21 +27,6 @@ HEAD_WARPS = 2
 
 
 @triton.jit
-def _silu_gradients(
-    grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    d = load_float32(grad, row, col, m, k, stride_d, 1)
-    g = load_float32(gate, row, col, m, k, stride_g, 1)
-    u = load_float32(up, row, col, m, k, stride_u, 1)
-    s, silu = _silu(g, IS_BF16, INTERPRETED)
-    dg = d * u * (s * (1.0 + g * (1.0 - s)))
-    du = d * silu
-    if IS_BF16:
-        dg, du = round_to_bf16(dg, INTERPRETED), round_to_bf16(du, INTERPRETED)
-    return dg, du
-
-
-@triton.jit
 def _silu_backward_kernel(
     grad, gate, up, merged, m, k, kp, stride_d, stride_g, stride_u,
     ROWS: tl.constexpr, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -49,7 +34,7 @@ def _silu_backward_kernel(
     tiles = kp // 128
     col = (tl.program_id(0) % tiles).to(tl.int64) * 128 + tl.arange(0, 128)
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    dg, du = _silu_gradients(grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
+    dg, du = silu_gradients(grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
     at = merged + row[:, None] * (2 * kp) + col[None, :]
     # Zeros beyond k: what was not loaded gives zero.
     tl.store(at, dg.to(merged.dtype.element_ty), mask=(row < m)[:, None])
@@ -81,9 +66,7 @@ def _silu_gradient(
         x = d * u * (s * (1.0 + g * (1.0 - s)))
     else:
         x = d * silu
-    if IS_BF16:
-        x = round_to_bf16(x, INTERPRETED)
-    return x
+    return round_to_carrier(x, IS_BF16, INTERPRETED)
 
 
 @triton.jit
@@ -128,10 +111,10 @@ def _requantize_blocks_kernel(
     row = tile_m * 128 + 4 * tl.arange(0, 32)
     col = tile_k * 128 + tl.arange(0, 128)
     scale += tile_k * stride_sk
-    x0 = _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
-    x1 = _load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
-    x2 = _load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
-    x3 = _load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
+    x0 = load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
+    x1 = load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
+    x2 = load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
+    x3 = load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
     s = scale_of(amax(amax(abs_max4(x0, x1, x2, x3), 1, INTERPRETED), 0, INTERPRETED), POW2, INTERPRETED)
     word = tl.trans(encode4(x0, x1, x2, x3, s, POW2, False, INTERPRETED))
     at = tile_m * 32 + tl.arange(0, 32)
@@ -140,16 +123,8 @@ def _requantize_blocks_kernel(
 
 
 @triton.jit
-def _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
-    inside = (row < m)[:, None] & (col < k)[None, :]
-    code = tl.load(codes + row[:, None] * kp + col[None, :], mask=inside, other=0)
-    s = tl.load(scale + row * stride_sm, mask=row < m, other=1.0)
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s[:, None]
-
-
-@triton.jit
 def _half_backward(t, x, w, r, mean, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    return _round(r[:, None] * (t * w[None, :] - x * r[:, None] * mean[:, None]), IS_BF16, INTERPRETED)
+    return round_to_carrier(r[:, None] * (t * w[None, :] - x * r[:, None] * mean[:, None]), IS_BF16, INTERPRETED)
 
 
 @triton.jit
@@ -206,10 +181,10 @@ def _head_kernel(
                 at = d + token[:, None] * d_token + head * d_head + col[None, :]
                 y1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 y2 = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-                t1 = _round(
+                t1 = round_to_carrier(
                     _product(y1, c, IS_BF16, INTERPRETED) + _product(y2, s, IS_BF16, INTERPRETED), IS_BF16, INTERPRETED
                 )
-                t2 = _round(
+                t2 = round_to_carrier(
                     _product(y2, c, IS_BF16, INTERPRETED) - _product(y1, s, IS_BF16, INTERPRETED), IS_BF16, INTERPRETED
                 )
                 if NORM:
@@ -218,8 +193,8 @@ def _head_kernel(
                     x2 = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
                     r = tl.load(rstd + token * heads + head, mask=token < tokens, other=0.0)
                     n1, n2 = x1 * r[:, None], x2 * r[:, None]
-                    dw1 += tl.sum(t1 * _round(n1, IS_BF16, INTERPRETED), axis=0)
-                    dw2 += tl.sum(t2 * _round(n2, IS_BF16, INTERPRETED), axis=0)
+                    dw1 += tl.sum(t1 * round_to_carrier(n1, IS_BF16, INTERPRETED), axis=0)
+                    dw2 += tl.sum(t2 * round_to_carrier(n2, IS_BF16, INTERPRETED), axis=0)
                     mean = tl.sum(t1 * w1[None, :] * n1 + t2 * w2[None, :] * n2, axis=1) / size
                     t1 = _half_backward(t1, x1, w1, r, mean, IS_BF16, INTERPRETED)
                     t2 = _half_backward(t2, x2, w2, r, mean, IS_BF16, INTERPRETED)

@@ -12,7 +12,7 @@ import triton.language as tl
 from jetrl_kernels.constants import ceil_div
 from jetrl_kernels.ops_exact import check_logprobs
 from jetrl_kernels.rounding_triton import INTERPRETED
-from jetrl_kernels.weight_triton import round_to_bf16
+from jetrl_kernels.weight_triton import round_to_carrier
 
 LOG2_LANES = 11
 WARPS = 8
@@ -61,8 +61,7 @@ def _backward_kernel(
     z = tl.load(logits + row * stride + col, mask=col < vocab, other=float("-inf")).to(tl.float32)
     p = tl.exp(tl.math.div_rn(z, t) - tl.load(lse + row))
     d = (tl.where(col == tl.load(ids + row), 1.0, 0.0) - p) * (tl.load(grad + row) / t)
-    if IS_BF16:
-        d = round_to_bf16(d, INTERPRETED)
+    d = round_to_carrier(d, IS_BF16, INTERPRETED)
     tl.store(out + row * columns + col, d.to(out.dtype.element_ty), mask=col < columns)
 
 

@@ -16,7 +16,7 @@ from jetrl_kernels.constants import TILE, ceil_div, pad_to_tile
 from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
 from jetrl_kernels.rounding_triton import INTERPRETED, amax, encode, scale_of
 from jetrl_kernels.scale import check_scale_format
-from jetrl_kernels.weight_triton import round_to_bf16
+from jetrl_kernels.weight_triton import round_to_carrier
 
 # Programs that the backward needs to fill a GPU; one sums the weight gradients of its rows before a sum over programs.
 BACKWARD_PROGRAMS = 128
@@ -56,18 +56,10 @@ def _backward_cut(grad: torch.Tensor, with_grad_hidden: bool) -> BackwardCut:
 
 
 @triton.jit
-def _round_like(value, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    if IS_BF16:
-        return round_to_bf16(value, INTERPRETED)
-    else:
-        return value
-
-
-@triton.jit
 def _load_sum(x, residual, at, inside, HAS_RESIDUAL: tl.constexpr, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        h = _round_like(h + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
+        h = round_to_carrier(h + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
     return h
 
 
@@ -94,8 +86,8 @@ def _norm_kernel(
         h = _load_sum(x, residual, start + at, inside, HAS_RESIDUAL, IS_BF16, INTERPRETED)
         if HAS_RESIDUAL:
             tl.store(hidden + start + at, h.to(hidden.dtype.element_ty), mask=inside)
-        w = _round_like(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
-        n = _round_like(_round_like(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
+        w = round_to_carrier(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
+        n = round_to_carrier(round_to_carrier(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
         if QUANTIZE:
             s = scale_of(amax(n, 1, INTERPRETED), POW2, INTERPRETED)
             padded = tile < kp // 128
@@ -114,7 +106,7 @@ def _pack(value, like, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     else:
-        return _round_like(value, IS_BF16, INTERPRETED).to(like.dtype.element_ty)
+        return round_to_carrier(value, IS_BF16, INTERPRETED).to(like.dtype.element_ty)
 
 
 @triton.jit

@@ -134,7 +134,7 @@ def _both_kernel(
 
 
 @triton.jit
-def _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
+def load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
     inside = (row < m)[:, None] & (col < k)[None, :]
     code = tl.load(codes + row[:, None] * kp + col[None, :], mask=inside, other=0)
     s = tl.load(scale + row * stride_sm, mask=row < m, other=1.0)
@@ -152,10 +152,10 @@ def _requantize_kernel(
     row = tile * 128 + 4 * tl.arange(0, 32)
     col = first + tl.max_contiguous(tl.multiple_of(tl.arange(0, COLUMNS), VECTOR), VECTOR)
     scale += (first // 128) * stride_sk
-    x0 = _load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
-    x1 = _load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
-    x2 = _load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
-    x3 = _load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
+    x0 = load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
+    x1 = load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
+    x2 = load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
+    x3 = load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
     _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile, k, mp, stride_scale_t, POW2, BF16, INTERPRETED)
 
 

@@ -14,7 +14,7 @@ from jetrl_kernels.constants import ceil_div
 from jetrl_kernels.norm_triton import _row_layout
 from jetrl_kernels.ops_exact import check_rotary
 from jetrl_kernels.rounding_triton import INTERPRETED
-from jetrl_kernels.weight_triton import round_to_bf16
+from jetrl_kernels.weight_triton import round_to_carrier
 
 # Heads that one program walks when there are enough tokens to fill the GPU; with few tokens one head each, for latency.
 HEADS_PER_PROGRAM = 8
@@ -22,20 +22,12 @@ FEW_TOKENS = 512
 
 
 @triton.jit
-def _round(value, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    if IS_BF16:
-        return round_to_bf16(value, INTERPRETED)
-    else:
-        return value
-
-
-@triton.jit
 def _product(a, b, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """a b rounded to the carrier. A compiler may fuse a plain product into the sum after it and so skip that rounding."""
     if INTERPRETED:
-        return _round(a * b, IS_BF16, INTERPRETED)
+        return round_to_carrier(a * b, IS_BF16, INTERPRETED)
     else:
-        return _round(libdevice.mul_rn(a, b), IS_BF16, INTERPRETED)
+        return round_to_carrier(libdevice.mul_rn(a, b), IS_BF16, INTERPRETED)
 
 
 @triton.jit
@@ -51,8 +43,8 @@ def _rotate_head(
         x2 = _weigh(x2, r, weight + half + col, inside, IS_BF16, INTERPRETED)
     y1 = _product(x1, c, IS_BF16, INTERPRETED) - _product(x2, s, IS_BF16, INTERPRETED)
     y2 = _product(x2, c, IS_BF16, INTERPRETED) + _product(x1, s, IS_BF16, INTERPRETED)
-    tl.store(y + col, _round(y1, IS_BF16, INTERPRETED).to(y.dtype.element_ty), mask=inside)
-    tl.store(y + half + col, _round(y2, IS_BF16, INTERPRETED).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + col, round_to_carrier(y1, IS_BF16, INTERPRETED).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + half + col, round_to_carrier(y2, IS_BF16, INTERPRETED).to(y.dtype.element_ty), mask=inside)
     if REST:
         at = 2 * half + tl.arange(0, REST)
         rest = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
@@ -63,8 +55,8 @@ def _rotate_head(
 
 @triton.jit
 def _weigh(x, r, weight, inside, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    w = _round(tl.load(weight, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
-    return _round(_round(x * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
+    w = round_to_carrier(tl.load(weight, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
+    return round_to_carrier(round_to_carrier(x * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
 
 
 # Strides are specialized (nothing else varies with the batch): unless the first pass is loaded in vectors, as the norm

@@ -9,7 +9,7 @@ from jetrl_kernels.ops import check_matrix, new_codes, new_column_major_scale
 from jetrl_kernels.quantize_triton import load_float32, store_rows
 from jetrl_kernels.rounding_triton import INTERPRETED
 from jetrl_kernels.scale import check_scale_format
-from jetrl_kernels.weight_triton import round_to_bf16
+from jetrl_kernels.weight_triton import round_to_carrier
 
 # The fastest of a sweep on an H200.
 ROWS = 8
@@ -20,10 +20,7 @@ WARPS = 2
 def _silu(g, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """(sigmoid, silu rounded to the input's dtype). One formula, so forward and backward see the same silu."""
     s = 1.0 / (1.0 + tl.exp(-g))
-    silu = g * s
-    if IS_BF16:
-        silu = round_to_bf16(silu, INTERPRETED)
-    return s, silu
+    return s, round_to_carrier(g * s, IS_BF16, INTERPRETED)
 
 
 @triton.jit
@@ -37,14 +34,24 @@ def _forward_kernel(
     col = tile * 128 + tl.arange(0, 128)
     u = load_float32(up, row, col, m, k, stride_u, 1)
     _, silu = _silu(load_float32(gate, row, col, m, k, stride_g, 1), IS_BF16, INTERPRETED)
-    value = silu * u
-    if IS_BF16:
-        value = round_to_bf16(value, INTERPRETED)
+    value = round_to_carrier(silu * u, IS_BF16, INTERPRETED)
     if QUANTIZE:
         store_rows(value, codes, scale, row, col, tile, m, kp, stride_scale, POW2, IS_BF16, INTERPRETED)
     else:
         inside = (row < m)[:, None] & (col < k)[None, :]
         tl.store(y + row[:, None] * k + col[None, :], value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_gradients(
+    grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    d = load_float32(grad, row, col, m, k, stride_d, 1)
+    g = load_float32(gate, row, col, m, k, stride_g, 1)
+    u = load_float32(up, row, col, m, k, stride_u, 1)
+    s, silu = _silu(g, IS_BF16, INTERPRETED)
+    dg = d * u * (s * (1.0 + g * (1.0 - s)))
+    return round_to_carrier(dg, IS_BF16, INTERPRETED), round_to_carrier(d * silu, IS_BF16, INTERPRETED)
 
 
 @triton.jit
@@ -58,14 +65,7 @@ def _backward_kernel(
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tile * 128 + tl.arange(0, 128)
     inside = (row < m)[:, None] & (col < k)[None, :]
-    d = load_float32(grad, row, col, m, k, stride_d, 1)
-    g = load_float32(gate, row, col, m, k, stride_g, 1)
-    u = load_float32(up, row, col, m, k, stride_u, 1)
-    s, silu = _silu(g, IS_BF16, INTERPRETED)
-    dg = d * u * (s * (1.0 + g * (1.0 - s)))
-    du = d * silu
-    if IS_BF16:
-        dg, du = round_to_bf16(dg, INTERPRETED), round_to_bf16(du, INTERPRETED)
+    dg, du = silu_gradients(grad, gate, up, row, col, m, k, stride_d, stride_g, stride_u, IS_BF16, INTERPRETED)
     at = row[:, None] * k + col[None, :]
     tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + at, du.to(dup.dtype.element_ty), mask=inside)

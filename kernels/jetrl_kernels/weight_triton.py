@@ -26,6 +26,15 @@ def round_to_bf16(w, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def round_to_carrier(value, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 value, rounded to bfloat16 where that is the carrier."""
+    if IS_BF16:
+        return round_to_bf16(value, INTERPRETED)
+    else:
+        return value
+
+
+@triton.jit
 def _load_rounded(w, row, col, n, k, stride_n, stride_k, INTERPRETED: tl.constexpr):
     return round_to_bf16(load_float32(w, row, col, n, k, stride_n, stride_k), INTERPRETED)
 
