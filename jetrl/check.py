@@ -5,10 +5,9 @@ import json
 import sys
 from html import escape
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
-from jetrl.command import run_command
+from jetrl.command import run_command, write_file
 from jetrl.errors import UserError
 
 USAGE = """\
@@ -48,9 +47,9 @@ def _run(argv: list[str]) -> int:
 
         picture = draw_layer(result.infer, result.train, result.violations, title)
         if options.svg:
-            _write(options.svg, picture)
+            write_file(options.svg, picture)
         if options.html:
-            _write(options.html, html_page(title, picture, report_lines(result)))
+            write_file(options.html, html_page(title, picture, report_lines(result)))
     print(json.dumps(result.to_dict(), indent=2) if options.json else "\n".join(report_lines(result)))
     return result.exit_code
 
@@ -179,14 +178,6 @@ def html_page(title: str, picture: str, lines: list[str]) -> str:
         "<body style='margin:2em;font-family:sans-serif'>"
         f"{picture}<pre style='overflow:auto'>{text}</pre></body></html>\n"
     )
-
-
-def _write(file: str, text: str) -> None:
-    path = Path(file).expanduser()
-    try:
-        path.write_text(text)
-    except OSError as e:
-        raise UserError(f"{file} cannot be written ({e.strerror}); give another file") from e
 
 
 def backend_lines() -> list[str]:

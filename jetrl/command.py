@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from jetrl.errors import JobError, UserError
 
@@ -30,6 +31,14 @@ def run_command(body: Callable[[], int]) -> int:
         return _say(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
+
+
+def write_file(file: str | Path, text: str, option: str = "") -> None:
+    """Write what the user asked to have in `file` (~ is their home). Raises UserError; option: what names another file."""
+    try:
+        Path(file).expanduser().write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{file} cannot be written ({e.strerror}); give another file{option}") from e
 
 
 def _say(text: str, code: int) -> int:

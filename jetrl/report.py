@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from jetrl.command import write_file
 from jetrl.errors import JobError, UserError
 
 USAGE = "python -m jetrl.report [--out FILE] [--png] RUN [RUN ...]"
@@ -59,7 +60,7 @@ def _run(argv: list[str]) -> int:
     checked = verdicts(runs)
     table = rows(group_runs(runs), checked)
     pictures = sections(table)
-    _write(out, html_page(runs, table, pictures))
+    write_file(out, html_page(runs, table, pictures), option=" with --out")
     print(f"report   {out}")
     if convert is not None:
         folder = out.with_name(f"{out.stem}_png")
@@ -69,13 +70,6 @@ def _run(argv: list[str]) -> int:
             convert(png.standalone(picture.svg), folder / f"{picture.key}.png")
         print(f"PNGs     {folder} ({len(drawn)})")
     return 0
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"{file} cannot be written ({e.strerror}); give another file with --out") from e
 
 
 def _make_folder(folder: Path) -> None:

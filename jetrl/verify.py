@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jetrl.command import run_command
+from jetrl.command import run_command, write_file
 from jetrl.errors import UserError
 
 USAGE = """\
@@ -37,7 +37,7 @@ def _run(argv: list[str]) -> int:
     result["failures"] = failed
     print("\n".join(report_lines(result)))
     if json_file:
-        _write(json_file, json.dumps(result, indent=1) + "\n")
+        write_file(json_file, json.dumps(result, indent=1) + "\n")
     return 1 if failed else 0
 
 
@@ -110,14 +110,6 @@ def _check_place(path: Path) -> None:
     """Before minutes of work whose result could then not be written."""
     if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"--json {path} cannot be written; give a file in a folder that exists")
-
-
-def _write(file: str, text: str) -> None:
-    path = Path(file).expanduser()
-    try:
-        path.write_text(text)
-    except OSError as e:
-        raise UserError(f"{file} cannot be written ({e.strerror}); give another file") from e
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from jetrl.errors import UserError
+from jetrl.precision.kernels import EXACT_HEADS
 
 LARGEST_HEAD = 256
 # By device: what an exact flow's rollout runs too.
 EXACT = {"cuda": "jetrl_fa3", "cpu": "jetrl_rows"}
-# Head sizes for which FA3's packed forward was seen to have the bits of its paged decode (not so with 96, whose steps over
-# the keys differ between paged and unpaged).
-EXACT_HEADS = (64, 128, 256)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ import sys
 from omegaconf import DictConfig, OmegaConf
 
 from jetrl.errors import UserError
+from jetrl.precision.kernels import EXACT_HEADS
 
-# jetrl.attention.choice has the same list, and torch with it, which composing a job does without.
-EXACT_HEADS = (64, 128, 256)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"

@@ -10,6 +10,10 @@ from dataclasses import replace
 
 from jetrl.precision.graph import Operator, PrecisionGraph
 
+# Head sizes for which FA3's packed forward was seen to have the bits of its paged decode (not so with 96, whose steps over
+# the keys differ between paged and unpaged).
+EXACT_HEADS = (64, 128, 256)
+
 RMS_NORM = "jetrl.rms_norm"
 ROTARY_TABLE = "jetrl rotary table"
 ROTARY = "jetrl.rotary"

@@ -17,11 +17,12 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from jetrl.attention.choice import EXACT_HEADS, fa3_obstacle
+from jetrl.attention.choice import fa3_obstacle
 from jetrl.attention.rotary_table import rotary_table
 from jetrl.errors import UserError
 from jetrl.integrations.vllm import exact_cpu
 from jetrl.precision.graph import Operator
+from jetrl.precision.kernels import EXACT_HEADS
 
 # What may have been asked for: the backends that are replaced, and their replacement.
 _BACKENDS = ("FLASH_ATTN", "CUSTOM", "CPU_ATTN")
