@@ -21,8 +21,8 @@ def ranks(request, tmp_path_factory):
     return request.param, run_ranks(all_cases, request.param, tmp_path_factory.mktemp("ranks"), CASES)
 
 
-def exact_mean(world: int) -> torch.Tensor:
-    """FP64 sum over micro-batches of the mean over ranks of each rank's own BF16 gradient; both weights, flat."""
+def summed(world: int, part) -> torch.Tensor:
+    """FP64 sum over ranks and micro-batches of part(a rank's own BF16 gradient in FP64); both weights, flat."""
     model = small_model()
     total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     for rank in range(world):
@@ -30,8 +30,18 @@ def exact_mean(world: int) -> torch.Tensor:
             model.zero_grad()
             model(micro_batch(rank, index)).square().sum().backward()
             for sum_, p in zip(total, model.parameters(), strict=True):
-                sum_ += p.grad.double() / world
+                sum_ += part(p.grad.double())
     return torch.cat([sum_.flatten() for sum_ in total])
+
+
+def exact_mean(world: int) -> torch.Tensor:
+    """FP64 sum over micro-batches of the mean over ranks of each rank's own BF16 gradient."""
+    return summed(world, lambda grad: grad / world)
+
+
+def magnitudes(world: int) -> torch.Tensor:
+    """Per element, the sum of the magnitudes that `exact_mean` adds up."""
+    return summed(world, torch.abs)
 
 
 def whole(results: list[dict], case: tuple) -> torch.Tensor:
@@ -49,19 +59,6 @@ def test_the_sum_is_rounded_once(ranks, case):
     fp32 = world * MICRO_BATCHES * 2**-24 * magnitudes(world)
     assert ((whole(results, case) - exact).abs() <= 2**-8 * exact.abs() * (1 + 2**-8) + fp32).all()
     assert results[0][case]["dtypes"] == {torch.bfloat16}
-
-
-def magnitudes(world: int) -> torch.Tensor:
-    """Per element, the sum of the magnitudes that `exact_mean` adds up."""
-    model = small_model()
-    total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
-    for rank in range(world):
-        for index in range(MICRO_BATCHES):
-            model.zero_grad()
-            model(micro_batch(rank, index)).square().sum().backward()
-            for sum_, p in zip(total, model.parameters(), strict=True):
-                sum_ += p.grad.double().abs()
-    return torch.cat([sum_.flatten() for sum_ in total])
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c[2]], ids=["fsdp", "fsdp2"])

@@ -137,7 +137,9 @@ def test_it_is_off_by_default_and_reaches_the_worker_when_chosen(tmp_path):
     wire = cfg.actor_rollout_ref.model.override_config[WIRE_KEY]
     assert CalibratedClip.from_wire(wire) == CalibratedClip(every=5, sequences=32)
     assert load_flow(cfg.actor_rollout_ref.model.override_config.jetrl_flow).shadow == PrecisionAssignment("bf16")
-    assert any("shadow pass, forward only, linears bf16" in note for note in read_job(cfg).notes)  # jetrl.check prints it
+    assert any(
+        "shadow pass, forward only, linears bf16" in note for note in read_job(cfg).notes
+    )  # jetrl.check prints it
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from checkpoints_for_tests import ARCHITECTURES, build_model, save_checkpoint
+from checkpoints_for_tests import ARCHITECTURES, build_model
+from vllm_models_for_tests import vllm_models
 
 from jetrl.precision.build_hf import build_training_graph, declare_from_config
 from jetrl.precision.build_vllm import build_rollout_graph
@@ -20,34 +21,12 @@ FP8 = PrecisionAssignment(linear="fp8")
 @pytest.fixture(scope="module")
 def vllm_model(tmp_path_factory):
     """Function (architecture, quantization, **engine arguments) -> the model that a vLLM worker would hold, weights unset."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    root = tmp_path_factory.mktemp("vllm")
-    started = []
 
     def build(architecture: str, quantization: str | None, **arguments):
-        folder = save_checkpoint(architecture, root)
-        config = EngineArgs(
-            str(folder), quantization=quantization, load_format="dummy", enforce_eager=True, skip_tokenizer_init=True,
-            max_model_len=64, **{"dtype": "bfloat16", **arguments},
-        ).create_engine_config()  # fmt: skip
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-            if not started:
-                init_distributed_environment(1, 0, f"file://{root}/rendezvous", 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
-                started.append(True)
-            return initialize_model(config)
+        return model_of(architecture, quantization=quantization, **arguments)[0]
 
-    yield build
-    cleanup_dist_env_and_memory()
+    with vllm_models(tmp_path_factory.mktemp("vllm")) as model_of:
+        yield build
 
 
 def declared(architecture, assignment, **changes):

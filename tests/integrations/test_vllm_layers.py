@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from checkpoints_for_tests import ARCHITECTURES, build_model, save_checkpoint
+from checkpoints_for_tests import ARCHITECTURES, build_model
+from vllm_models_for_tests import vllm_models
 
 from jetrl.errors import JobError, UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
@@ -16,36 +17,14 @@ SHARED = {"JetRMSNorm", "JetSiluAndMul", "JetRotaryEmbedding"}
 
 @pytest.fixture(scope="module")
 def vllm_model(tmp_path_factory):
-    """Function (architecture, **engine arguments) -> (model, model_config), weights unset."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    root = tmp_path_factory.mktemp("vllm")
-    started = []
+    """Function (architecture, flow, **engine arguments) -> (model, model_config), weights unset."""
 
     def build(architecture: str, flow: str | None = "unified_fp8", **arguments):
-        folder = save_checkpoint(architecture, root)
         asked = {"quantization": "jetrl", "additional_config": {"jetrl_flow": flow}} if flow else {}
-        config = EngineArgs(
-            str(folder), load_format="dummy", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64,
-            dtype="bfloat16", **asked, **arguments,
-        ).create_engine_config()  # fmt: skip
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-            if not started:
-                init_distributed_environment(1, 0, f"file://{root}/rendezvous", 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
-                started.append(True)
-            return initialize_model(config), config.model_config
+        return model_of(architecture, **asked, **arguments)
 
-    yield build
-    cleanup_dist_env_and_memory()
+    with vllm_models(tmp_path_factory.mktemp("vllm")) as model_of:
+        yield build
 
 
 def sync(model, model_config, items, buckets: int = 1) -> None:

@@ -1,0 +1,106 @@
+"""Which decoder layers are fused, what stays as it was on them, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from checkpoints_for_tests import VOCAB, build_model
+from fusion_for_tests import assignment, build, one_by_one, tokens
+from torch import nn
+
+from jetrl.convert import convert
+from jetrl.errors import UserError
+from jetrl.precision.build_hf import build_training_graph
+
+SIZES = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
+
+
+def test_a_layer_of_the_known_form_that_computes_something_else_keeps_its_forward_and_the_report_says_so():
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4)
+    model = GraniteForCausalLM(GraniteConfig(residual_multiplier=0.5, num_key_value_heads=2, **sizes))
+    report = convert(model, build_training_graph(model, assignment()))
+    assert not report.fusion.fused and len(report.swapped) == 14
+    assert "2 decoder layers not fused (a small layer of its class computes something else: model.layers.0" in str(
+        report
+    )
+    assert torch.isfinite(model(tokens().cpu()).logits).all()
+
+
+def test_layers_without_rotary_embedding_among_others_with_it_keep_their_forward():
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    config = SmolLM3Config(**SIZES, num_hidden_layers=3, no_rope_layers=[1, 0, 1], pad_token_id=0)
+    model = SmolLM3ForCausalLM(config)
+    report = convert(model, build_training_graph(model, assignment()))
+    assert report.fusion.fused == ["model.layers.0", "model.layers.2"]
+    assert report.fusion.kept == {"model.layers.1": "a small layer of its class computes something else"}
+
+
+@pytest.mark.parametrize("window,fused", [(8, 0), (None, 2)])
+def test_a_sliding_window_that_the_attention_module_does_not_hold_keeps_a_layer_from_being_fused(window, fused):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = MistralForCausalLM(MistralConfig(**SIZES, num_hidden_layers=2, sliding_window=window))
+    report = convert(model, build_training_graph(model, assignment()))
+    assert len(report.fusion.fused) == fused
+    assert all("sliding_window" in reason for reason in report.fusion.kept.values())
+
+
+def test_a_layer_with_a_linear_in_bf16_keeps_its_forward():
+    _, report = build("qwen3", exclude=("model.layers.0.mlp.down_proj",))
+    assert report.fusion.fused == ["model.layers.1"]
+    assert report.fusion.kept == {"model.layers.0": "not all of its linear layers run in FP8"}
+
+
+def test_recognition_leaves_the_random_state_alone():
+    model = build_model("qwen3")
+    state = torch.get_rng_state()
+    convert(model, build_training_graph(model, assignment()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_names_classes_and_copies_are_those_of_the_stock_model():
+    stock, (model, _) = build_model("qwen3"), build("qwen3")
+    assert [(n, type(m).__name__) for n, m in model.named_modules() if not isinstance(m, nn.Linear)] == [
+        (n, type(m).__name__) for n, m in stock.named_modules() if not isinstance(m, nn.Linear)
+    ]
+    assert list(model.state_dict()) == list(stock.state_dict())
+    ids, twin = tokens(), copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert not torch.equal(model(ids).logits, twin(ids).logits)
+    assert torch.equal(twin(ids, use_cache=False).logits, one_by_one(twin, ids))
+
+
+def test_a_hook_on_a_child_is_not_passed_over():
+    model, _ = build("qwen3")
+    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out)
+    with pytest.raises(UserError, match="wrapped or has a hook"):
+        model(tokens())
+
+
+def test_a_backward_hook_on_a_child_is_not_passed_over():
+    model, _ = build("qwen3")
+    model.model.layers[1].self_attn.o_proj.register_full_backward_hook(lambda m, gi, go: None)
+    with pytest.raises(UserError, match="wrapped or has a hook"):
+        model(tokens())
+
+
+def test_a_linear_inside_a_wrapper_that_passes_attributes_on_is_refused():
+    """FSDP1 with a wrap policy by size wraps single linears, runs no hook, and shows weights that are not gathered."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name):
+            return self._modules["module"] if name == "module" else getattr(self._modules["module"], name)
+
+    model, _ = build("qwen3")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Wrapper(attention.q_proj)
+    with pytest.raises(UserError, match="wrapped or has a hook"):
+        model(tokens())
