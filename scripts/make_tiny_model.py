@@ -17,6 +17,7 @@ import re
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -86,18 +87,33 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained model. Sizes are multiples of 128 and the head dimension is one that vLLM's CPU attention has."""
+@dataclass(frozen=True)
+class Size:
+    """Widths in elements, all multiples of 128 so that FP8 blocks are whole; head_dim is one that FA3 and vLLM's CPU attention have."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 64
+
+
+TINY_SIZE = Size(256, 512, 2, 4, 2)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, size: Size, longest: int, seed: int) -> Qwen3ForCausalLM:
+    """An untrained model with room for `longest` tokens."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=longest,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -205,7 +221,7 @@ def main() -> None:
 
     splits = generate(load_task("arithmetic"))
     tokenizer = make_tokenizer(tokenizer_texts(splits["train"], args.seed))
-    model = make_model(tokenizer, args.seed)
+    model = make_model(tokenizer, TINY_SIZE, 2048, args.seed)
     reached = warm_up(model, tokenizer, splits["val"], args.seed)
 
     model = model.to(torch.bfloat16)

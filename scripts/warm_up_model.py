@@ -17,12 +17,12 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from make_tiny_model import refuse_other_folders, save
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from make_tiny_model import TINY_SIZE, Size, make_model, refuse_other_folders, save
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from jetrl.data import TaskConfig, load_task
 from jetrl.data.chain import working
@@ -30,21 +30,8 @@ from jetrl.data.models import TINY, resolve_model_path
 from jetrl.data.reward import compute_score
 from jetrl.data.sources import Problem, generate, problem_stream
 
-
-@dataclass(frozen=True)
-class Size:
-    """Widths in elements, all multiples of 128 so that FP8 blocks are whole; head_dim is one that FA3 and vLLM's CPU attention have."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 64
-
-
 SIZES = {
-    "tiny": Size(256, 512, 2, 4, 2),  # 1.4 M: for tests and CPUs
+    "tiny": TINY_SIZE,  # 1.4 M: for tests and CPUs
     "20m": Size(512, 1536, 7, 8, 4),
     "60m": Size(768, 2304, 9, 12, 4),
     "150m": Size(1024, 3072, 12, 16, 8),
@@ -63,25 +50,6 @@ def load_tokenizer(longest: int) -> PreTrainedTokenizerFast:
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
     tokenizer.model_max_length = longest
     return tokenizer
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast, size: Size, longest: int, seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=longest,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 class Encoder:
