@@ -77,6 +77,7 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say, start:
     """Run both engines and compare. say: gets a line for every step; start: runs one step in a process of its own.
     Returns the result as plain containers."""
     model = cfg.actor_rollout_ref.model
+    name = Path(str(model.path)).name
     lengths = ", ".join(map(str, options.lengths))
     say(f"precision={cfg.choices.precision}, {model.path}: {options.sequences} sequences of {lengths} tokens")
     env = {k: str(v) for k, v in (OmegaConf.select(cfg, "ray_kwargs.ray_init.runtime_env.env_vars") or {}).items()}
@@ -107,4 +108,4 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say, start:
     seconds = start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)
     say(f"trainer recomputed, {seconds:.0f} s")
     result = json.loads(space.result.read_text())
-    return {"model": model.path.name, "random_weights": random, **result}
+    return {"model": name, "random_weights": random, **result}
