@@ -96,8 +96,9 @@ def _tiles(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
 def accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     backend = backends.current().gemm
     if backend == "deepgemm" and b.shape[0] % _FLOAT_ROW == 0 and a.shape[0] > _DEEPGEMM_1D1D_MAX_REFUSED_ROWS:
+        # K counts tokens here: DeepGEMM's default, N and K as constants, would compile a kernel for every length of a batch.
         backends.deep_gemm().fp8_gemm_nt(
-            (a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, TILE), disable_ue8m0_cast=True
+            (a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, TILE), compiled_dims="mn", disable_ue8m0_cast=True
         )
     elif backend == "cublaslt" and _takes_scaled_mm(a, b):
         out += _scaled_mm(a, a_scale, b, b_scale, True, torch.float32)
