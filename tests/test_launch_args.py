@@ -41,8 +41,8 @@ def test_flags():
         (["-x"], "-x is not a flag"),
         (["unified_fp8"], "write key=value"),
         (["hydra.run.dir=x"], "run.dir=<folder>"),
-        (["~precision"], "allowed: bf16"),
-        (["precision="], "allowed: bf16"),
+        (["~precision"], "allowed: auto, bf16"),
+        (["precision="], "allowed: auto, bf16"),
     ],
 )
 def test_what_is_no_argument_is_refused_in_one_sentence(argv, part, capsys):

@@ -53,7 +53,13 @@ def test_words_that_are_no_options_are_the_jobs():
     ("words", "message"),
     [
         (["actor_rollout_ref.model.path=/no/such"], "actor_rollout_ref.model.path=/no/such does not exist"),
-        (["precision=fp9"], "precision=fp9 is unknown"),
+        (["precision=fp9"], "precision=fp9 is unknown; allowed: auto, bf16"),
+        (["precision=unified_exakt"], "did you mean unified_exact?"),
+        (["+foo.bar=1"], "+foo.bar=1: foo is not a key, and nothing would read it"),
+        (["trainer.nosuch=1"], "trainer.nosuch is not a key"),
+        pytest.param(
+            ["+actor_rollout_ref.rollout.nosuch=1"], "actor_rollout_ref.rollout.nosuch", marks=pytest.mark.slow
+        ),
         (["--lengths", "64,9000"], "the model has 2048; give shorter --lengths"),
         (["precision=fp8_vllm", "hardware=cpu"], "VeRL quantizes its weights with a GPU kernel"),
         (["-m"], "-m is unknown"),
@@ -63,7 +69,7 @@ def test_words_that_are_no_options_are_the_jobs():
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(words, message, capsys, tmp_path):
     assert main([*words, f"run.dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    assert message in said and said.count("\n") == 1, said
 
 
 # Figures ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from jetrl.precision.flow import PrecisionAssignment
 # jetrl's groups. VeRL has groups of its own called model, data and algorithm, which only its defaults list uses.
 GROUPS = ("model", "data", "algorithm", "precision", "hardware", "experiment")
 
+# What a group takes besides its files; resolved before they are looked up (launch/exact.py).
+AUTOMATIC = {"precision": ("auto",)}
+
 # jetrl's own plain keys, which may also be given with a `+`, as the groups may.
 OWN_KEYS = ("run.name", "run.dir", "resume", "masters", "wire")
 # Keys that jetrl writes over whatever was given -> what to give instead.
@@ -117,8 +120,9 @@ def options(group: str) -> list[str]:
 def check_choices(choices: dict[str, str]) -> None:
     """Refuse names that no group has, listing jetrl's own only (Hydra would list VeRL's files as well)."""
     for group, value in choices.items():
+        allowed = [*AUTOMATIC.get(group, ()), *options(group)]
         if value not in options(group):
-            raise UserError(f"{group}={value} is unknown{closest(value, options(group))}; allowed: {_listing(group)}")
+            raise UserError(f"{group}={value} is unknown{closest(value, allowed)}; allowed: {_listing(group)}")
 
 
 def closest(value: str, allowed: list[str]) -> str:
@@ -136,4 +140,4 @@ def default_hardware() -> str:
 
 
 def _listing(group: str) -> str:
-    return ", ".join(options(group)) or "none are shipped"
+    return ", ".join([*AUTOMATIC.get(group, ()), *options(group)]) or "none are shipped"

@@ -18,7 +18,7 @@ from jetrl.data.models import resolve_model_path
 from jetrl.errors import UserError
 from jetrl.launch import exact, wiring
 from jetrl.launch.args import GROUPS, CommandLine, check_choices, default_hardware
-from jetrl.launch.config import check_nodes, check_numbers, resume_choice, run_config
+from jetrl.launch.config import check_nodes, check_numbers, check_roots, resume_choice, run_config
 from jetrl.launch.errors_map import check_grammar, explain
 from jetrl.precision.flow import flow_from_dict
 
@@ -64,6 +64,7 @@ def _hydra(line: CommandLine) -> DictConfig:
                 cfg.pop("hydra")
                 # What was chosen, for titles, the run's name and the resume check.
                 cfg.choices = choices
+            check_roots(cfg, line.overrides)
             return cfg
     # TypeError: OmegaConf's, for `list.key`; ValueError: Hydra's, for `reward=null`.
     except (HydraException, OmegaConfBaseException, TypeError, ValueError) as e:

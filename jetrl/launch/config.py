@@ -1,5 +1,6 @@
 """jetrl's own nodes of the configuration, checked by dataclass; the rest of the configuration is VeRL's."""
 
+import difflib
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -97,6 +98,24 @@ def check_nodes(cfg: DictConfig, own: bool = False) -> None:
             continue
         value = "null" if node is None else node
         raise UserError(f"{key}={value} is not possible: {key} is a group of keys; set single keys below it")
+
+
+def check_roots(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
+    """UserError where `+name.key=value` made a node that nobody else has, and that nobody reads. cfg: composed."""
+    added = {word.partition("=")[0].lstrip("+") for word in overrides if word.startswith("+")}
+    for root in sorted({name.partition(".")[0] for name in added}):
+        leaves = _leaves(cfg.get(root), root)
+        if leaves and all(any(f"{leaf}.".startswith(f"{name}.") for name in added) for leaf in leaves):
+            near = difflib.get_close_matches(root, [str(k) for k in cfg if k != root], n=1)
+            word = next(w for w in overrides if w.lstrip("+").partition("=")[0].partition(".")[0] == root)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"{word}: {root} is not a key{hint}, and nothing would read it; --cfg job prints all keys")
+
+
+def _leaves(node: object, name: str) -> list[str]:
+    if not isinstance(node, DictConfig) or not node:
+        return [name]
+    return [leaf for key in node for leaf in _leaves(node._get_node(key), f"{name}.{key}")]
 
 
 def check_numbers(cfg: DictConfig) -> None:

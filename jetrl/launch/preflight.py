@@ -47,7 +47,7 @@ def check(cfg: DictConfig) -> None:
     _check_masters(cfg)
     _check_trainer(cfg)
     _check_data(cfg)
-    _check_verl_accepts(cfg)
+    check_verl_accepts(cfg)
     _check_devices(cfg)
     _check_exact_machine(cfg)
     _check_output(cfg)
@@ -290,7 +290,7 @@ def _check_data(cfg: DictConfig) -> None:
     steps_per_epoch(cfg, rows["train_files"])
 
 
-def _check_verl_accepts(cfg: DictConfig) -> None:
+def check_verl_accepts(cfg: DictConfig) -> None:
     """Keys and types of every VeRL node that a dataclass describes, then VeRL's own validation.
 
     VeRL builds most of these inside Ray workers, where a wrong key is a traceback minutes into the job.

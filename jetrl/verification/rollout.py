@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from jetrl.errors import UserError
+from jetrl.launch import preflight
 from jetrl.verification.child import run_child
 from jetrl.verification.points import LOG_SOFTMAX, PointRows, PointStore
 from jetrl.verification.prompts import make_prompts
@@ -27,6 +28,7 @@ def main(folder: str, step: str) -> None:
 
     space = Workspace(Path(folder))
     cfg, options = space.config, space.options
+    preflight.check_verl_accepts(cfg)  # here, where VeRL is imported anyway, which takes seconds
     arguments, model_config = vllm_arguments(cfg)
     layers_only = step == "layers"
     observe = options.layer_sequences > 0 and (layers_only or bool(arguments.enforce_eager))

@@ -12,11 +12,19 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(logits / temperature)[ids] over the first `vocab` columns, and the log-sum-exp; both (M) float32.
 
-    logits (M, V) bfloat16 or float32, ids (M) integers below vocab, temperature (M) float32 > 0.
+    logits (M, V) bfloat16 or float32, ids (M) integers, temperature (M) float32 > 0. An id below 0 or not below vocab has
+    no probability: NaN.
     """
     z = _scaled(logits, temperature, vocab)
-    logprob = torch.log_softmax(z, dim=-1).gather(1, ids.unsqueeze(1).long()).squeeze(1)
-    return logprob, torch.logsumexp(z, dim=-1)
+    inside, column = _columns(ids, vocab)
+    logprob = torch.log_softmax(z, dim=-1).gather(1, column.unsqueeze(1)).squeeze(1)
+    return logprob.masked_fill(~inside, float("nan")), torch.logsumexp(z, dim=-1)
+
+
+def _columns(ids: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ids lie in the vocabulary, and ids that can be looked up (0 in the place of those that do not)."""
+    inside = (ids >= 0) & (ids < vocab)
+    return inside, ids.long().masked_fill(~inside, 0)
 
 
 def token_logprobs_backward(
@@ -27,9 +35,13 @@ def token_logprobs_backward(
     lse: torch.Tensor,
     vocab: int,
 ) -> torch.Tensor:
-    """d loss / d logits = grad (onehot(ids) - softmax) / temperature, in the dtype of logits; 0 beyond vocab."""
+    """d loss / d logits = grad (onehot(ids) - softmax) / temperature, in the dtype of logits; 0 beyond vocab.
+
+    An id outside the vocabulary has no column in onehot.
+    """
     d = -torch.exp(_scaled(logits, temperature, vocab) - lse.unsqueeze(1))
-    d.scatter_add_(1, ids.unsqueeze(1).long(), torch.ones_like(lse).unsqueeze(1))
+    inside, column = _columns(ids, vocab)
+    d.scatter_add_(1, column.unsqueeze(1), inside.to(d.dtype).unsqueeze(1))
     result = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
     result[:, :vocab] = (d * (grad / temperature).unsqueeze(1)).to(logits.dtype)
     return result

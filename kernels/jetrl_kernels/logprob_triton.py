@@ -45,7 +45,10 @@ def _forward_kernel(logits, ids, temperature, logprob, lse, vocab, stride, LOG2:
         z = tl.load(start + c + lane, mask=c + lane < vocab, other=float("-inf")).to(tl.float32)
         acc += tl.exp(tl.math.div_rn(z, t) - m)
     log_sum = tl.log(_tree_sum(acc, LOG2))
-    chosen = tl.math.div_rn(tl.load(start + tl.load(ids + row)).to(tl.float32), t)
+    id = tl.load(ids + row)
+    # Another row's memory, or nobody's, would be read for an id outside; a check on the host would wait for the GPU.
+    inside = (id >= 0) & (id < vocab)
+    chosen = tl.math.div_rn(tl.load(start + id, mask=inside, other=float("nan")).to(tl.float32), t)
     tl.store(logprob + row, (chosen - m) - log_sum)
     tl.store(lse + row, m + log_sum)
 
@@ -60,7 +63,7 @@ def _backward_kernel(
     t = tl.load(temperature + row)
     z = tl.load(logits + row * stride + col, mask=col < vocab, other=float("-inf")).to(tl.float32)
     p = tl.exp(tl.math.div_rn(z, t) - tl.load(lse + row))
-    d = (tl.where(col == tl.load(ids + row), 1.0, 0.0) - p) * (tl.load(grad + row) / t)
+    d = (tl.where((col == tl.load(ids + row)) & (col < vocab), 1.0, 0.0) - p) * (tl.load(grad + row) / t)
     d = round_to_carrier(d, IS_BF16, INTERPRETED)
     tl.store(out + row * columns + col, d.to(out.dtype.element_ty), mask=col < columns)
 

@@ -7,7 +7,7 @@ qk_norm_rotary(q, k, q_weight, k_weight, eps, cos, sin, positions?) -> q', k', 1
     the bits of rms_norm over every head by itself, then rotary
 token_logprobs(logits, ids, temperature, vocab)         -> log-probability (M), log-sum-exp (M), float32
     logits (M, V) bfloat16 or float32, contiguous along V; ids (M) int64; temperature (M) float32; columns beyond vocab
-    count as -inf
+    count as -inf; the log-probability of an id below 0 or not below vocab is NaN
 token_logprobs_backward(grad, logits, ids, temperature, lse, vocab) -> d logits (M, V)
 """
 

@@ -108,6 +108,23 @@ def test_a_tokens_logprob_has_one_value_for_any_dtype_mask_or_number_of_rows(col
     torch.testing.assert_close(reference[0].double(), exact, rtol=0, atol=4 * 40 * 2.0**-24 + 2e-6)
 
 
+def test_an_id_outside_the_vocabulary_is_nan_and_reads_nothing(generator):
+    """The row before and the row behind hold finite logits, which an unchecked read would return."""
+    logits = torch.randn(5, 64, generator=generator)
+    ids, t = torch.tensor([3, -1, 40, 64, 10**9]), torch.ones(5)
+    grad = torch.ones(5)
+    for vocab, outside in ((40, [1, 2, 3, 4]), (64, [1, 3, 4])):
+        wants = torch.zeros(5, dtype=torch.bool).index_fill(0, torch.tensor(outside), True)
+        logprob, lse = logprob_triton.token_logprobs(*_on_device(logits, ids, t), vocab)
+        reference, _ = logprob_reference.token_logprobs(logits, ids, t, vocab)
+        assert torch.equal(logprob.isnan().cpu(), wants) and torch.equal(reference.isnan(), wants)
+        assert lse.isfinite().all()
+        got = logprob_triton.token_logprobs_backward(*_on_device(grad, logits, ids, t, lse), vocab).cpu()
+        want = logprob_reference.token_logprobs_backward(grad, logits, ids, t, lse.cpu(), vocab)
+        # Float32 exponentials of two libraries, at most 1: 4 units of the last place each.
+        torch.testing.assert_close(got, want, rtol=0, atol=2 * 4 * 2.0**-24)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logprob_backward_matches_float64_autograd(dtype, generator):
     logits = torch.randn(4, 300, generator=generator).to(dtype)
