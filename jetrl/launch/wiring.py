@@ -37,6 +37,9 @@ def apply_flow(cfg: DictConfig, flow: Flow) -> None:
             rollout.quantization = "fp8"
         if flow.train.exact and cfg.trainer.device == "cpu":
             model.use_remove_padding = True  # hardware=cpu pads; the kernel with equal bits takes packed sequences
+        if flow.rollout.exact and cfg.trainer.device != "cpu":
+            # The sampler shares its log-softmax under this runner alone, and vLLM 0.24 chooses the older one for Qwen2.
+            _child(cfg.ray_kwargs.ray_init.runtime_env, "env_vars").setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
 def apply_masters(cfg: DictConfig) -> None:

@@ -65,7 +65,7 @@ def _obstacle(config: VllmConfig) -> str | None:
     if current_platform.is_cpu():
         return None
     if not config.use_v2_model_runner:
-        return "log_softmax is shared with vLLM's V2 model runner only; unset VLLM_USE_V2_MODEL_RUNNER"
+        return "log_softmax is shared with vLLM's V2 model runner only; set VLLM_USE_V2_MODEL_RUNNER=1 for this engine"
     size = config.model_config.get_head_size()
     if size not in EXACT_HEADS:
         return f"attention has heads of {size}, and FA3's bits agree for {', '.join(map(str, EXACT_HEADS))} only"
@@ -96,12 +96,12 @@ def _attention_kernel(layer: nn.Module) -> str | None:
     return None if shared else f"vLLM {layer.attn_backend.get_name()}"
 
 
-def _shares_log_softmax() -> bool:
+def _shares_log_softmax(model: nn.Module) -> bool:
     if current_platform.is_cpu():
         return True
     from jetrl.integrations.vllm.exact_gpu import shares_sampler
 
-    return shares_sampler()
+    return shares_sampler(model)
 
 
 def rollout_kernels(model: nn.Module) -> Callable[[Operator], str | None]:
@@ -129,7 +129,7 @@ def rollout_kernels(model: nn.Module) -> Callable[[Operator], str | None]:
         if kind == "rotary":
             return None if all(isinstance(m, _Rotary) for m in rotary) else "vLLM rotary embedding"
         if kind == "log_softmax":
-            return None if _shares_log_softmax() else "vLLM sampler"
+            return None if _shares_log_softmax(model) else "vLLM sampler"
         if kind in ("norm", "activation"):
             shared = JetRMSNorm if kind == "norm" else JetSiluAndMul
             return None if isinstance(modules[name], shared) else f"vLLM {type(modules[name]).__name__}"
