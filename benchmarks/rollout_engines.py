@@ -43,6 +43,8 @@ SHAPES = {
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),
     "qwen2.5-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, num_key_value_heads=4),
     "llama3.1-8b": _LLAMA | _sizes(4096, 14336, 32, 32, rope_scaling=_LLAMA31_ROPE),
+    # For rehearsals on a CPU.
+    "tiny": _QWEN3 | _sizes(256, 512, 4, 4, vocab_size=2048, num_key_value_heads=2, head_dim=64),
     # 576 wide, and heads of 64: neither is a multiple of 128.
     "smollm2-135m": _LLAMA
     | _sizes(576, 1536, 30, 9, vocab_size=49152, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True),
@@ -95,8 +97,31 @@ def linear_weights(config: dict) -> int:
 def step_bytes(config: dict, engine: str, sequences: int, context: int) -> int:
     """What one decode step must at least read: every weight once, and K and V of every token."""
     weight = linear_weights(config) * (2 if engine == "bf16" else 1) + 2 * config["vocab_size"] * config["hidden_size"]
-    kv = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    return weight + kv * sequences * context
+    return weight + token_bytes(config) * sequences * context
+
+
+def token_bytes(config: dict) -> int:
+    """K and V of one token in every layer, BF16."""
+    return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+
+
+def weight_bytes(config: dict, engine: str) -> int:
+    """All weights of the engine, the embedding table included."""
+    tables = 1 if config["tie_word_embeddings"] else 2
+    return (
+        linear_weights(config) * (2 if engine == "bf16" else 1)
+        + tables * 2 * config["vocab_size"] * config["hidden_size"]
+    )
+
+
+def working_bytes(config: dict) -> int:
+    """A generous bound of what an engine takes beside weights, K and V: context, graphs, a step of 16384 tokens, logits."""
+    return int(3.5e9) + 3 * 2 * 16384 * config["intermediate_size"]
+
+
+def gpu_bytes() -> int | None:
+    """Of this machine's first GPU; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def build(engine: str, model: Path, **arguments) -> "LLM":
@@ -106,7 +131,10 @@ def build(engine: str, model: Path, **arguments) -> "LLM":
         os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     from vllm import LLM
 
-    llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **{**ENGINES[engine], **arguments})
+    settings = {**ENGINES[engine], **arguments}
+    if not torch.cuda.is_available():  # a rehearsal: there are no graphs to speak of
+        settings.pop("compilation_config", None)
+    llm = LLM(str(model), load_format="dummy", skip_tokenizer_init=True, **settings)
     if engine == "vllm_fp8":
         llm.apply_model(_fill_fp8)
     return llm
@@ -128,10 +156,10 @@ def worker_memory(llm: "LLM") -> list[dict]:
 
 
 def _memory(worker) -> dict:
-    parameters = worker.get_model().parameters()
+    parameters, on_gpu = worker.get_model().parameters(), torch.cuda.is_available()
     return {
         "weights": sum(p.numel() * p.element_size() for p in parameters),
-        "peak": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved": torch.cuda.memory_reserved() if on_gpu else 0,
         "host": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     }
