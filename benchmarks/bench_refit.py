@@ -1,35 +1,40 @@
 """Weight sync from a trainer process to a vLLM engine on the same GPU, through VeRL's bucketed transfer (CUDA IPC).
 
-    python benchmarks/bench_refit.py [--shape qwen3-8b] [--repeats 5] [--cycles 200 --cycle-shape qwen3-0.6b] [--out FOLDER]
+    python benchmarks/bench_refit.py [--shape qwen3-8b] [--layers N] [--repeats 5] [--second-gpu] [--out FOLDER]
+    python benchmarks/bench_refit.py --skip-speed --cycles 200 [--cycle-shape qwen3-0.6b] [--seconds N]
 
 Speed: the trainer holds random BF16 weights and sends all of them; seconds from the first tensor to the answer after
 vLLM's post-processing. `bf16 -> bf16` is vLLM's own model, `bf16 -> jetrl` quantizes on arrival, `fp8 -> jetrl` in the
 trainer, which is part of the time. Bar: jetrl faster than bf16 -> bf16.
+The engines start side by side (turns.py) and are measured one at a time.
 Cycles: sleep (levels 1 and 2 in turn), wake, refit by both wires in turn with the same weights, --cycles times: the hash of
-all weight bytes after each, and the device memory in use.
+all weight bytes after each, and the device memory in use. It needs the GPU to itself: vLLM's sleep and the memory count
+look at all of it. On a CPU (`--shape tiny --cycle-shape tiny`), where weights go through shared memory and engines do not
+sleep, both are rehearsals.
 """
 
 import argparse
 import asyncio
 import hashlib
 import itertools
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from harness import print_table, write_results
 from rollout_engines import SHAPES, build, config_of, worker_memory, write_config
+from turns import serve, start
 
 PATHS = {"bf16 -> bf16": ("bf16", "bf16"), "bf16 -> jetrl": ("jetrl", "bf16"), "fp8 -> jetrl": ("jetrl", "fp8")}
-BUCKET_MB = 2048  # VeRL's default
-DEVICE = "cuda"  # "cpu" goes through shared memory, as VeRL does there
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "cpu" goes through shared memory, as VeRL does there
+BUCKET_MB = 2048 if DEVICE == "cuda" else 64  # VeRL's default
+READY_SECONDS, REFIT_SECONDS = 300, 60
 
 
 def trainer_weights(config: dict) -> dict[str, torch.Tensor]:
@@ -64,8 +69,11 @@ def on_wire(weights: dict[str, torch.Tensor], wire: str) -> Iterator[tuple[str, 
     return quantized_on_the_way(iter(weights.items()), matrices, DEVICE)
 
 
-def receive(worker, handle: str, use_shm: bool) -> int:
-    """Called in the worker: what VeRL's worker extension does in update_weights_from_ipc. Returns the bytes received."""
+def receive(worker, handle: str, use_shm: bool, bucket_gpu: int | None) -> int:
+    """Called in the worker: what VeRL's worker extension does in update_weights_from_ipc. Returns the bytes received.
+
+    bucket_gpu: this process's number of the trainer's GPU, where that is not the worker's own.
+    """
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -76,26 +84,35 @@ def receive(worker, handle: str, use_shm: bool) -> int:
         received += sum(tensor.nbytes for _, tensor in weights)
         model.load_weights(weights)
 
-    receiver = BucketedWeightReceiver(zmq_handle=handle, device=worker.device, use_shm=use_shm)
+    device = worker.device if bucket_gpu is None else torch.device("cuda", bucket_gpu)
+    receiver = BucketedWeightReceiver(zmq_handle=handle, device=device, use_shm=use_shm)
     receiver.receive_weights(on_bucket_received=take)
     process_weights_after_loading(model, worker.model_runner.vllm_config.model_config, worker.device)
     return received
 
 
-def refit(llm, weights: dict[str, torch.Tensor], wire: str) -> tuple[float, int]:
+def refit(llm, weights: dict[str, torch.Tensor], wire: str, bucket_gpu: int | None = None) -> tuple[float, int]:
     """(seconds, bytes received)."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     handle = f"ipc://{tempfile.gettempdir()}/jetrl-refit-{os.getpid()}.sock"
     answer = []
+
+    def receiving() -> None:
+        try:
+            answer.append(llm.collective_rpc(receive, args=(handle, DEVICE == "cpu", bucket_gpu)))
+        except BaseException:  # noqa: BLE001  (the sender would wait for its answers for ever)
+            traceback.print_exc()
+            os._exit(1)
+
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    worker = threading.Thread(target=lambda: answer.append(llm.collective_rpc(receive, args=(handle, DEVICE == "cpu"))))
+    began = time.perf_counter()
+    worker = threading.Thread(target=receiving)
     worker.start()
     asyncio.run(BucketedWeightSender(handle, BUCKET_MB, DEVICE == "cpu").async_send_weights(on_wire(weights, wire)))
     worker.join()
-    return time.perf_counter() - start, answer[0][0]
+    return time.perf_counter() - began, answer[0][0]
 
 
 def _hash(worker) -> str:
@@ -114,11 +131,13 @@ def _sum_of_bytes(flat: torch.Tensor) -> torch.Tensor:
     return torch.stack([(flat * (place * k * 2654435761 + k)).sum() for k in (1, 3, 5, 7)])
 
 
-def _engine(engine: str, shape: str, sleep: bool):
+def _engine(engine: str, shape: str, layers: int | None, sleep: bool):
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32]}} if sleep else {}
     llm = build(
-        engine, write_config(Path(tempfile.mkdtemp()), shape), max_model_len=1024, max_num_seqs=32, enforce_eager=not sleep,
-        gpu_memory_utilization=0.45, enable_sleep_mode=sleep, enable_prefix_caching=False,
-        **({"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32]}} if sleep else {}),
+        engine, write_config(Path(tempfile.mkdtemp()), shape, layers), max_model_len=1024, max_num_seqs=32,
+        max_num_batched_tokens=1024, enforce_eager=not sleep or DEVICE == "cpu", kv_cache_memory_bytes=2 << 30,
+        # Only asked for as free memory at the start, where neighbours may be loading.
+        gpu_memory_utilization=0.02, enable_sleep_mode=sleep and DEVICE == "cuda", enable_prefix_caching=False, **graphs,
     )  # fmt: skip
     if engine == "jetrl":
         from jetrl.integrations.protocol import REPORT_METHOD
@@ -127,102 +146,154 @@ def _engine(engine: str, shape: str, sleep: bool):
     return llm
 
 
-def measure_speed(arguments: argparse.Namespace, engine: str) -> list[dict]:
-    weights = trainer_weights(config_of(arguments.shape))
+def prepare(arguments: argparse.Namespace) -> tuple[tuple, dict]:
+    """((engine, the trainer's weights), {}) in the process of one engine."""
+    cycles = arguments.child == "cycles"
+    shape, layers = (arguments.cycle_shape, None) if cycles else (arguments.shape, arguments.layers)
+    weights = trainer_weights(config_of(shape, layers))
     if arguments.second_gpu:
         # The engine's processes see the GPUs in the other order; the bucket stays on this process's first one.
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed(seen))
-    llm, rows = _engine(engine, arguments.shape, False), []
-    for path, (kind, wire) in PATHS.items():
-        if kind != engine:
-            continue
-        refit(llm, weights, wire)
-        runs = [refit(llm, weights, wire) for _ in range(arguments.repeats)]
-        seconds = [s for s, _ in runs]
-        rows.append(
-            {"path": path, "gpus": 1 + arguments.second_gpu, "seconds": statistics.median(seconds), "spread": (max(seconds) - min(seconds)) / min(seconds),
-             "gb": runs[0][1] / 1e9, "hash": llm.collective_rpc(_hash)[0][:12]}
-        )  # fmt: skip
-    return rows
+    return (_engine("jetrl" if cycles else arguments.child, shape, layers, cycles), weights), {}
 
 
-def measure_cycles(arguments: argparse.Namespace) -> list[dict]:
-    from vllm import SamplingParams
+def measure_speed(arguments: argparse.Namespace, subject: tuple, path: str) -> dict:
+    llm, weights = subject
+    bucket_gpu, wire = 1 if arguments.second_gpu else None, PATHS[path][1]
+    refit(llm, weights, wire, bucket_gpu)
+    runs = [refit(llm, weights, wire, bucket_gpu) for _ in range(arguments.repeats)]
+    seconds = [s for s, _ in runs]
+    return {
+        "path": path, "gpus": 1 + arguments.second_gpu, "seconds": statistics.median(seconds),
+        "spread": (max(seconds) - min(seconds)) / min(seconds), "gb": runs[0][1] / 1e9,
+        "hash": llm.collective_rpc(_hash)[0][:12],
+    }  # fmt: skip
 
-    weights = trainer_weights(config_of(arguments.cycle_shape))
-    llm, hashes, used, tokens = _engine("jetrl", arguments.cycle_shape, True), set(), [], set()
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    for i in range(arguments.cycles):
+
+class Cycles:
+    """Sleep, wake, refit, again and again; `step` runs some and says what is known so far."""
+
+    def __init__(self, subject: tuple) -> None:
+        (self.llm, self.weights), self.done, self.seconds = subject, 0, 0.0
+        self.hashes, self.used, self.tokens = set(), [], set()
+
+    def _cycle(self) -> None:
+        from vllm import SamplingParams
+
+        llm, i = self.llm, self.done
         stamps = [time.perf_counter()]
-        llm.sleep(level=1 + i // 2 % 2)
+        if DEVICE == "cuda":
+            llm.sleep(level=1 + i // 2 % 2)
         stamps.append(time.perf_counter())
-        llm.wake_up(tags=["weights"])
+        if DEVICE == "cuda":
+            llm.wake_up(tags=["weights"])
         stamps.append(time.perf_counter())
-        refit(llm, weights, ("bf16", "fp8")[i % 2])
+        refit(llm, self.weights, ("bf16", "fp8")[i % 2])
         stamps.append(time.perf_counter())
-        hashes.add(llm.collective_rpc(_hash)[0])
-        llm.wake_up(tags=["kv_cache"])
+        self.hashes.add(llm.collective_rpc(_hash)[0])
+        if DEVICE == "cuda":
+            llm.wake_up(tags=["kv_cache"])
         stamps.append(time.perf_counter())
         if i % 20 < 4:
             parts = [f"{b - a:.3f}" for a, b in itertools.pairwise(stamps)]
             print(f"cycle {i}: sleep, wake, refit, hash + wake took {' '.join(parts)} s", flush=True)
         if i % 10 < 2:
+            params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
             out = llm.generate([{"prompt_token_ids": list(range(100, 164))}], params, use_tqdm=False)
-            tokens.add(tuple(out[0].outputs[0].token_ids))
-        free, total = torch.cuda.mem_get_info()
+            self.tokens.add(tuple(out[0].outputs[0].token_ids))
         worker = worker_memory(llm)[0]
-        used.append({"device": total - free, "worker_torch": worker["reserved"], "worker_host": worker["host"]})
-    return [
-        {"cycles": arguments.cycles, "hashes": len(hashes), "outputs": len(tokens),
-         **{f"{k}_mb_after_10": v / 1e6 for k, v in used[9].items()},
-         **{f"{k}_growth_mb": (used[-1][k] - v) / 1e6 for k, v in used[9].items()},
-         "seconds_per_cycle": (time.perf_counter() - start) / arguments.cycles}
-    ]  # fmt: skip
+        self.used.append({"worker_torch": worker["reserved"], "worker_host": worker["host"]})
+        if DEVICE == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            self.used[-1]["device"] = total - free
+        self.done += 1
+
+    def step(self, cycles: int) -> dict:
+        began = time.perf_counter()
+        for _ in range(cycles):
+            self._cycle()
+        self.seconds += time.perf_counter() - began
+        first = self.used[min(9, self.done - 1)]
+        return {
+            "cycles": self.done, "hashes": len(self.hashes), "outputs": len(self.tokens),
+            **{f"{k}_mb_after_10": v / 1e6 for k, v in first.items()},
+            **{f"{k}_growth_mb": (self.used[-1][k] - v) / 1e6 for k, v in first.items()},
+            "seconds_per_cycle": self.seconds / self.done,
+        }  # fmt: skip
+
+
+def answer(arguments: argparse.Namespace, subject, question: str | int) -> dict:
+    return subject.step(question) if isinstance(subject, Cycles) else measure_speed(arguments, subject, question)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="fewer decoder layers than the shape has")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=0)
     parser.add_argument("--cycle-shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--seconds", type=float, default=3600, help="no ten cycles begin later than this")
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--second-gpu", action="store_true", help="the engine runs on another GPU than the trainer")
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        rows = measure_cycles(arguments) if arguments.child == "cycles" else measure_speed(arguments, arguments.child)
-        print("RESULT " + json.dumps(rows), flush=True)
-        return
-    from harness import print_table, write_results
 
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
-    results = {"speed": [], "cycles": []}
-    children = ([] if arguments.skip_speed else ["bf16", "jetrl"]) + (["cycles"] if arguments.cycles else [])
-    for child in children:
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", child]
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        for line in running.stdout:
-            if line.startswith("RESULT "):
-                rows = json.loads(line.removeprefix("RESULT "))
-                results["cycles" if child == "cycles" else "speed"] += rows
-                print_table(rows)
-            elif line.startswith("cycle"):
-                print(line, end="", flush=True)
-        if running.wait() != 0:
-            print(f"{child}: ended with exit code {running.returncode}", flush=True)
-    print(
-        write_results(
-            f"refit-{arguments.shape}" + ("-2gpus" if arguments.second_gpu else ""),
-            results["speed"],
-            arguments.out,
-            cycles=results["cycles"],
-        )
-    )
+        def ready():
+            subject, found = prepare(arguments)
+            return (Cycles(subject) if arguments.child == "cycles" else subject), found
+
+        serve(arguments.channel, ready, lambda subject, question: answer(arguments, subject, question))
+        return
+    speed, cycles, until = [], [], time.perf_counter() + arguments.seconds
+    name = f"refit-{arguments.shape}" + (f"-{arguments.layers}layers" if arguments.layers else "")
+    name += "-2gpus" if arguments.second_gpu else ""
+    name = f"refit-cycles-{arguments.cycle_shape}" if arguments.skip_speed else name
+
+    def record() -> Path:
+        return write_results(name, speed, arguments.out, cycles=cycles[-1:])
+
+    if not arguments.skip_speed:
+        running = _start(arguments, ["bf16", "jetrl"])
+        for path, (engine, _) in PATHS.items():
+            found = running[engine].ask(path, REFIT_SECONDS) if engine in running else None
+            if found is None:
+                running.pop(engine, None)
+                continue
+            print(path, found, flush=True)
+            speed += [found] if "error" not in found else []
+            record()
+        for process in running.values():
+            process.end()
+    if arguments.cycles:
+        for process in _start(arguments, ["cycles"]).values():
+            for count in range(0, arguments.cycles, 10):
+                found = process.ask(min(10, arguments.cycles - count), REFIT_SECONDS)
+                if found is None or "error" in found or time.perf_counter() > until:
+                    print(found, flush=True)
+                    break
+                cycles.append(found)
+                record()
+            process.end()
+            log = process.log.read_text(errors="replace").splitlines()
+            print(*(line for line in log if line.startswith("cycle ")), sep="\n", flush=True)
+    print_table(speed)
+    print_table(cycles[-1:])
+    print(record())
+
+
+def _start(arguments: argparse.Namespace, names: list[str]) -> dict:
+    """name -> process, of those that got ready."""
+    words = [__file__, "--shape", arguments.shape, "--cycle-shape", arguments.cycle_shape]
+    words += ["--repeats", str(arguments.repeats), *["--second-gpu"] * arguments.second_gpu]
+    words += ["--layers", str(arguments.layers)] if arguments.layers else []
+    logs = (arguments.out or Path(tempfile.mkdtemp())) / "refit"
+    found = start(names, lambda child: [*words, "--child", child], logs, READY_SECONDS)
+    return {name: process for name, (process, *_) in found.items()}
 
 
 if __name__ == "__main__":

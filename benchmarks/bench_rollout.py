@@ -43,7 +43,7 @@ from turns import serve, start
 
 PREFILL = (8, 4096)  # requests, tokens each
 USED = 0.92  # of the GPU's memory, at most
-READY_SECONDS, CELL_SECONDS = 400, 60
+READY_SECONDS, CELL_SECONDS = 400, 120
 AHEAD = 12  # steps beside the measured ones
 
 

@@ -4,22 +4,24 @@
 
 jetrl's plug-in in real vLLM, greedy, 32 prompts of 5 to 300 tokens, 64 tokens each, random weights. Counts tokens and
 log-probabilities (all bits) that agree with eager mode, and the peak of memory while loading beside the weights' size.
+All engines run side by side. DeepGEMM compiles a kernel in 3 to 5 s: `warm_gemms.py SHAPES --rows 64 128 256 512 1024 4096`
+first saves most of the time. Without a GPU (`--shapes tiny`) "compiled" has no CUDA graphs.
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from rollout_engines import SHAPES, build, write_config
+from harness import print_table, write_results
+from rollout_engines import SHAPES, build, config_of, write_config
+from turns import serve, start
 
 LENGTHS = [37, 64, 100, 128, 200, 256, 300, 5] * 4
 TOKENS = 64
+MODES = ("eager", "compiled")
 
 
 def _generate(llm, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
@@ -37,12 +39,14 @@ def run_child(shape: str, layers: int, mode: str) -> dict:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.v1.worker.gpu_worker import Worker
 
+    on_gpu = torch.cuda.is_available()
     peak, load = [], Worker.load_model
 
     def watched(self, *args, **kwargs):
-        torch.cuda.reset_peak_memory_stats()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         result = load(self, *args, **kwargs)
-        peak.append(torch.cuda.max_memory_allocated())
+        peak.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
         return result
 
     Worker.load_model = watched
@@ -52,17 +56,23 @@ def run_child(shape: str, layers: int, mode: str) -> dict:
     start = time.perf_counter()
     llm = build(
         "jetrl", write_config(Path(tempfile.mkdtemp()), shape, layers), max_model_len=1024, max_num_seqs=64,
-        gpu_memory_utilization=0.4, enable_prefix_caching=False, seed=0, **settings,
+        max_num_batched_tokens=4096, kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.02,
+        enable_prefix_caching=False, seed=0, **settings,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(100, 40_000, (n,), generator=generator).tolist() for n in LENGTHS]
-    weights = sum(p.nbytes for p in llm.llm_engine.model_executor.driver_worker.worker.get_model().parameters())
+    vocabulary = config_of(shape)["vocab_size"]
+    prompts = [torch.randint(100, min(40_000, vocabulary), (n,), generator=generator).tolist() for n in LENGTHS]
+    weights = llm.collective_rpc(_weight_bytes)[0]
     batch = _generate(llm, prompts)
     return {
         "batch": batch, "alone": [_generate(llm, [p])[0] for p in prompts[:3]], "start_s": seconds,
-        "load_peak_mb": peak[0] / 1e6, "weights_mb": weights / 1e6,
+        "load_peak_mb": peak[0] / 1e6 if peak else 0.0, "weights_mb": weights / 1e6,
     }  # fmt: skip
+
+
+def _weight_bytes(worker) -> int:
+    return sum(p.nbytes for p in worker.get_model().parameters())
 
 
 def compare(shape: str, eager: dict, compiled: dict) -> dict:
@@ -86,27 +96,29 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
+    parser.add_argument("--seconds", type=float, default=600, help="for all engines together")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print("RESULT " + json.dumps(run_child(arguments.child[0], arguments.layers, arguments.child[1])), flush=True)
+        shape, mode = arguments.child
+        serve(arguments.channel, lambda: (None, run_child(shape, arguments.layers, mode)), lambda *_: {})
         return
-    from harness import print_table, write_results
-
+    names = [f"{shape} {mode}" for shape in arguments.shapes for mode in MODES]
+    words, logs = (
+        [__file__, "--layers", str(arguments.layers), "--child"],
+        (arguments.out or Path(tempfile.mkdtemp())) / "bits",
+    )
+    running = start(names, lambda name: [*words, *name.split()], logs, arguments.seconds)
     rows = []
     for shape in arguments.shapes:
-        found = {}
-        for mode in ("eager", "compiled"):
-            command = [sys.executable, __file__, "--layers", str(arguments.layers), "--child", shape, mode]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if lines:
-                found[mode] = json.loads(lines[0].removeprefix("RESULT "))
-        if len(found) == 2:
+        found = {mode: running[f"{shape} {mode}"][1] for mode in MODES if f"{shape} {mode}" in running}
+        if len(found) == len(MODES):
             rows.append(compare(shape, found["eager"], found["compiled"]))
-            print(rows[-1], flush=True)
         else:
-            print(f"{shape}: an engine did not start", flush=True)
+            print(f"{shape}: of {' and '.join(MODES)} there is only {', '.join(found) or 'neither'}", flush=True)
+    for process, *_ in running.values():
+        process.end()
     print_table(rows)
     print(write_results("rollout-bits", rows, arguments.out, layers=arguments.layers))
 

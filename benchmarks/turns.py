@@ -25,6 +25,7 @@ class Process:
 
     def __init__(self, name: str, arguments: list[str], log: Path) -> None:
         self.name, self.log, self.started = name, log, time.perf_counter()
+        self._family: list[psutil.Process] = []  # also those that outlive the child: they hold GPU memory
         self._ours, theirs = multiprocessing.Pipe()
         here = Path(__file__).parent
         environment = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
@@ -47,7 +48,9 @@ class Process:
     def answer(self, seconds: float) -> dict | None:
         try:
             if self._ours.poll(seconds):
-                return self._ours.recv()
+                found = self._ours.recv()
+                self._remember()
+                return found
         except (EOFError, OSError):
             return self._lost("it ended")
         return self._lost(f"no answer within {seconds:.0f} s")
@@ -61,16 +64,18 @@ class Process:
 
     def end(self) -> None:
         """At once: the child and what it started. Nothing it holds is worth a tidy shutdown of several seconds."""
-        family = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            me = psutil.Process(self._child.pid)
-            family = [*me.children(recursive=True), me]
-        for process in family:
+        self._remember()
+        for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._child.wait()
-        psutil.wait_procs(family, timeout=20)
+        psutil.wait_procs(self._family, timeout=20)
         self._ours.close()
+
+    def _remember(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            me = psutil.Process(self._child.pid)
+            self._family = [p for p in {*self._family, *me.children(recursive=True), me} if p.is_running()]
 
 
 def start(names: list[str], arguments: Callable[[str], list[str]], logs: Path, seconds: float) -> dict[str, tuple]:

@@ -33,7 +33,7 @@ def matrices(config: dict, tensor_parallel: int = 1) -> list[tuple[int, int]]:
 
 
 def work(jobs: list[tuple[str, int, int, int]]) -> None:
-    import jetrl_kernels.ops
+    import jetrl_kernels.ops  # noqa: F401  (defines the operators)
     import torch
     from jetrl_kernels import backends
 
