@@ -43,6 +43,7 @@ SHAPES = {
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),
     "qwen2.5-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, num_key_value_heads=4),
     "llama3.1-8b": _LLAMA | _sizes(4096, 14336, 32, 32, rope_scaling=_LLAMA31_ROPE),
+    "engine-cases": _QWEN3 | _sizes(1024, 3072, 4, 8, vocab_size=2048, num_key_value_heads=4),  # of tests/gpu
     # For rehearsals on a CPU.
     "tiny": _QWEN3 | _sizes(256, 512, 4, 4, vocab_size=2048, num_key_value_heads=2, head_dim=64),
     # 576 wide, and heads of 64: neither is a multiple of 128.

@@ -3,6 +3,8 @@
     python tests/gpu/engine_cases.py OUT.json GPUS [fsdp fsdp2]
 
 Each case runs in every rank of one process group and returns plain figures; `check` says what must hold of them.
+Without a GPU it runs on gloo with padded batches of a narrower model: a rehearsal. On a fresh GPU machine
+`benchmarks/warm_gemms.py engine-cases --train --rows 128 256 384 512 640 768 896` first saves nvcc's minutes.
 """
 
 import json
@@ -22,6 +24,8 @@ import torch.multiprocessing as mp
 
 UPDATES = 3
 VOCABULARY = 2048
+ON_GPU = torch.cuda.is_available()
+LONGEST = 400 if ON_GPU else 40  # tokens of a sequence
 
 
 def save_model(folder: Path) -> None:
@@ -29,9 +33,11 @@ def save_model(folder: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
+    hidden, inner, heads = (1024, 3072, 8) if ON_GPU else (256, 384, 2)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=False,
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=4 if ON_GPU else 2,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=128, max_position_embeddings=4096,
+        tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -45,19 +51,20 @@ def run(
 
     set_deterministic(deterministic)
     torch.manual_seed(7)
-    torch.cuda.reset_peak_memory_stats()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    engine = build_engine(Path(folder), packed=True, sequence_parallel=sequence_parallel, **options)
+    engine = build_engine(Path(folder), packed=ON_GPU, sequence_parallel=sequence_parallel, **options)
     built = time.perf_counter() - began
     losses, norms, seconds = [], [], []
     share = dist.get_rank() // sequence_parallel  # the ranks of one sequence-parallel group see the same data
     for step in range(updates):
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         with engine.train_mode():
-            data = batch(VOCABULARY, 100 * share + step, sequences=8, micro_batch=2, longest=400, packed=True)
+            data = batch(VOCABULARY, 100 * share + step, sequences=8, micro_batch=2, longest=LONGEST, packed=ON_GPU)
             out = engine.train_batch(data, mean_log_prob_loss)
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(round(time.perf_counter() - began, 3))
         losses.append(sum(out["loss"]))
         norms.append(out["metrics"]["grad_norm"])
@@ -66,10 +73,15 @@ def run(
         "grad_norms": norms,
         "build_seconds": round(built, 1),
         "update_seconds": seconds,
-        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None,
         "attention": engine.model_config.hf_config._attn_implementation,
         "weights": digest(engine),
     }
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 def set_deterministic(on: bool) -> None:
@@ -104,20 +116,22 @@ def resume(folder: str, **options) -> dict:
 
     def update(engine, seed):
         with engine.train_mode():
-            data = batch(VOCABULARY, 100 * dist.get_rank() + seed, sequences=8, micro_batch=2, longest=400, packed=True)
+            data = batch(
+                VOCABULARY, 100 * dist.get_rank() + seed, sequences=8, micro_batch=2, longest=LONGEST, packed=ON_GPU
+            )
             engine.train_batch(data, mean_log_prob_loss)
 
     where = Path(folder) / "checkpoint" / "-".join(map(str, options.values()))
-    straight = build_engine(Path(folder), packed=True, **options)
+    straight = build_engine(Path(folder), packed=ON_GPU, **options)
     update(straight, 0)
     straight.save_checkpoint(str(where), global_step=1)
     update(straight, 1)
     expected = digest(straight)
     del straight
     torch.manual_seed(4321)
-    resumed = build_engine(Path(folder), packed=True, **options)
+    resumed = build_engine(Path(folder), packed=ON_GPU, **options)
     resumed.load_checkpoint(str(where), del_local_after_load=False)
-    torch.cuda.synchronize()
+    synchronize()
     update(resumed, 1)
     got = digest(resumed)
     return {"bit_identical": got == expected}
@@ -130,15 +144,16 @@ def sync(folder: str, **options) -> dict:
     from jetrl.integrations.verl.wire import quantized_on_the_way
     from jetrl.linear import quantize_weight
 
-    engine = build_engine(Path(folder), packed=True, **options)
+    engine = build_engine(Path(folder), packed=ON_GPU, **options)
     formats = {
         n: "fp32" for n in engine.precision_graph.linear_names() if engine.precision_graph.linear_format(n).is_fp8
     }
-    plain = {name: tensor.to("cuda") for name, tensor in whole_weights(engine)}
-    torch.cuda.synchronize()
+    device = torch.cuda.current_device() if ON_GPU else "cpu"
+    plain = {name: tensor.to(device) for name, tensor in whole_weights(engine)}
+    synchronize()
     began = time.perf_counter()
-    sent = dict(quantized_on_the_way(whole_weights(engine), formats, torch.cuda.current_device()))
-    torch.cuda.synchronize()
+    sent = dict(quantized_on_the_way(whole_weights(engine), formats, device))
+    synchronize()
     seconds = time.perf_counter() - began
     equal = True
     for name in formats:
@@ -192,8 +207,10 @@ def check(name: str, result: dict, plain: dict | None) -> str | None:
 def rank_main(rank: int, world: int, port: int, folder: str, out: str, strategies: list[str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), CUBLAS_WORKSPACE_CONFIG=":4096:8")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    if ON_GPU:
+        torch.cuda.set_device(rank)
+    # One rank of a pair may compile for long while the other waits.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=120))
     if rank == 0:
         save_model(Path(folder))
     dist.barrier()
@@ -206,7 +223,8 @@ def rank_main(rank: int, world: int, port: int, folder: str, out: str, strategie
             results[name] = {"error": traceback.format_exc()}
             if rank == 0:
                 print(results[name]["error"], flush=True)
-        torch.cuda.empty_cache()
+        if ON_GPU:
+            torch.cuda.empty_cache()
         plain = results.get(" ".join(name.split()[:3]) + " deterministic")
         wrong = check(name, results[name], plain)
         if rank == 0:
