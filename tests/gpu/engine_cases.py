@@ -243,4 +243,5 @@ def main(out: str, world: int, strategies: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or ["fsdp", "fsdp2"])
+    # FSDP1 takes no weights on a CPU.
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or (["fsdp", "fsdp2"] if ON_GPU else ["fsdp2"]))
