@@ -67,7 +67,7 @@ def parse(argv: list[str]):
         help="how far, in tokens with the prompt; default %(default)s")  # fmt: skip
     add("--max-kl", type=_bound, default=None, metavar="X", help="exit code 1 when the k3 KL is above X")
     add("--mutations", action="store_true",
-        help="self-test: perturb operators in the trainer one at a time and see that each is found")  # fmt: skip
+        help="self-test: perturb operators of either engine one at a time and see that each is found")  # fmt: skip
     add(
         "--seed", type=_whole(0), default=default.seed, metavar="N", help="of prompts and sampling; default %(default)s"
     )

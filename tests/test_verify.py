@@ -11,11 +11,11 @@ from jetrl.convert import convert
 from jetrl.errors import UserError
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import PrecisionAssignment
-from jetrl.verification import mutations
+from jetrl.verification import mutations, mutations_trainer
 from jetrl.verification.compare import difference, quantized_difference
 from jetrl.verification.mismatch import mismatch
 from jetrl.verification.operators import first_difference, operator_report, own_differences
-from jetrl.verification.points import PointRows, PointStore
+from jetrl.verification.points import ROTARY_TABLE, PointRows, PointStore
 from jetrl.verification.report import failures
 from jetrl.verification.trainer_points import TokenLayout, TrainerObserver
 from jetrl.verification.workspace import Options
@@ -134,6 +134,11 @@ class _Recorder(TrainerObserver):
         self.store = PointStore()
         self.index = torch.tensor([(i, p) for i, n in enumerate(layout.lengths) for p in range(n)])
 
+    def see_table(self, cos, sin) -> None:
+        half = cos.shape[-1] // 2
+        both = torch.cat([t[..., :half] for t in (cos, sin)], dim=-1)
+        self.see(ROTARY_TABLE, both.expand(self.layout.shape[0], -1, -1))
+
     def see(self, point, out) -> None:
         if point not in self.store.parts:
             line, column = self.layout.places(self.index)
@@ -192,8 +197,7 @@ def test_a_fused_layer_is_seen_at_every_point_and_equals_the_unfused_one(archite
     plain, fed = observed(model, rollout, feed=False), observed(model, rollout, feed=True)
     report = operator_report(plain, fed, layers=2)
     assert first_difference(report) is None and own_differences(report) == []
-    hidden = {p for p in rollout if p.endswith(("q_norm", "k_norm"))}  # in one kernel with rotary
-    assert {entry["point"] for entry in report} == set(rollout) - hidden
+    assert {entry["point"] for entry in report} == set(rollout)
 
 
 @pytest.mark.parametrize(
@@ -207,23 +211,55 @@ def test_a_mutated_operator_is_named_and_no_other(linear, fused):
     seen = []
 
     def observe(mutation):
-        fed = observed(model, rollout, feed=True, mutation=mutation)
-        seen.append([entry["operator"] for entry in own_differences(operator_report(fed, fed, layers=2))])
-        return fed
+        with mutations_trainer.applied(mutation, model, TokenLayout(LENGTHS, packed=False)) as now:
+            fed = observed(model, rollout, feed=True, mutation=now)
+        named = {entry["operator"] for entry in own_differences(operator_report(fed, fed, layers=2))}
+        seen.append((named, {mutation.operator} if now.ran else set()))
+        return fed if now.ran else None
 
-    results = mutations.run(model, observe, baseline)
-    assert [r["found"] for r in results] == [True] * 4, results
-    assert seen == [[mutation.operator] for mutation in mutations.mutations_of(model)]
+    results = mutations.run_trainer(mutations.mutations_of_module(model), observe, baseline)
+    assert all(named == expected for named, expected in seen), seen
+    # Here nobody takes a log-softmax, and a BF16 layer quantizes nothing.
+    untried = {"log_softmax", "temperature", "mask"} | ({"quantizer"} if linear == "bf16" else set())
+    assert {r["kind"] for r in results if r["found"] is None} == untried
+    assert all(r["found"] for r in results if r["kind"] not in untried), results
 
 
 def test_without_feeding_a_mutation_spreads_and_is_first():
     rollout, model = unfused_rollout("qwen3", "bf16"), trainer("qwen3", "bf16", fused=False)
-    mutation = next(m for m in mutations.mutations_of(model) if m.kind == "attention")
-    with mutations.applied(mutation, model, TokenLayout(LENGTHS, packed=False)):
-        plain = observed(model, rollout, feed=False, mutation=mutation)
+    mutation = next(m for m in mutations.mutations_of_module(model) if m.kind == "attention")
+    with mutations_trainer.applied(mutation, model, TokenLayout(LENGTHS, packed=False)) as now:
+        plain = observed(model, rollout, feed=False, mutation=now)
     report = operator_report(plain, plain, layers=2)
     assert first_difference(report)["operator"] == mutation.operator
     assert len([entry for entry in report if entry["seen"]["differing"]]) > 5
+
+
+@pytest.mark.parametrize("which", ["self_attn.q_norm", "self_attn.residual_add", "post_attention_layernorm"])
+def test_a_fused_kernel_says_which_of_its_halves_the_rollout_computes_otherwise(which):
+    """q/k norm with rotary and residual sum with norm are one kernel each in the trainer; the rollout's are separate."""
+    stock = trainer("qwen3", "fp8", fused=False)
+    mutation = next(m for m in mutations.mutations_of_module(stock) if m.operator.endswith(f"layers.1.{which}"))
+    with mutations_trainer.applied(mutation, stock, TokenLayout(LENGTHS, packed=False)):
+        rollout = rollout_of(stock)
+    model = trainer("qwen3", "fp8", fused=True)
+    baseline = observed(model, unfused_rollout("qwen3", "fp8"), feed=True)
+    result = mutations.judge_rollout(mutation, observed(model, rollout, feed=True), baseline)
+    assert result["found"] and result["named"] == [mutation.operator], result
+
+
+def test_an_operator_that_differs_anyway_and_one_that_nobody_sees_have_no_verdict():
+    model = trainer("qwen3", "bf16", fused=False)
+    rollout = dict(unfused_rollout("qwen3", "bf16"))
+    mutation = next(m for m in mutations.mutations_of_module(model) if m.kind == "silu")
+    off = rollout[mutation.operator]
+    rollout[mutation.operator] = PointRows(off.index, off.data + 1, off.decode)
+    fed = observed(model, rollout, feed=True)
+    assert mutations.judge_rollout(mutation, fed, fed)["verdict"].startswith("not shared in this flow")
+    del rollout[mutation.operator]
+    fed = observed(model, rollout, feed=True)
+    assert mutations.judge_rollout(mutation, fed, fed)["verdict"] == "not observed"
+    assert mutations.run_trainer([mutation], None, fed)[0]["found"] is None
 
 
 def test_a_packed_batch_is_read_by_its_sequences():

@@ -1,193 +1,123 @@
-"""The self-test: change how one operator of the trainer computes, and see that the comparison names exactly that one.
+"""The self-test: change how one operator of one engine computes, and see that the comparison names exactly that one.
 
-Each mutation is another legitimate way to compute the same function (a rounding left out, another split of a sum) or a
-tiny fault (one weight scale), of the size that a kernel swapped on one engine only would have.
+In the trainer a mutation is applied to the forward that reads the rollout's values; in the rollout to a short sampling of its
+own, which the unchanged trainer then reads. An operator of which both engines do not have the same bits to begin with has
+no verdict in the rollout: nothing that is shared was perturbed.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from jetrl.verification.trainer_points import TokenLayout, TrainerObserver, canonical_names
-
-SCALE_FAULT = 1.0 + 2.0**-8
+from jetrl.verification.points import FINAL_NORM, LM_HEAD, LOG_SOFTMAX, ROTARY_TABLE, operator_of
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """operator: canonical name of the one that computes otherwise; what: in words."""
+    """operator: canonical name of the one that computes otherwise; what: in words; kind: how, for the two sides."""
 
     operator: str
     what: str
     kind: str
 
-    def replaced(self, names: list[str], op: str, func: Callable, args: tuple):
-        """In a fused layer: the result of `op`, which is the work of operators `names`, or None to leave it alone."""
-        if self.operator not in names:
-            return None
-        if self.kind == "norm" and op in ("rms_norm", "rms_norm_quantize"):
-            x, residual, weight, eps = args[:4]
-            hidden = x if residual is None else x + residual
-            y = norm_in_one_rounding(hidden, weight, eps)
-            stock = func(*args)
-            return (*_quantized(y, args[4]), *stock[2:]) if op == "rms_norm_quantize" else (y, *stock[1:])
-        if self.kind == "silu" and op in ("silu_mul", "silu_mul_quantize"):
-            y = silu_mul_in_one_rounding(args[0], args[1])
-            return _quantized(y, args[2]) if op == "silu_mul_quantize" else y
-        if self.kind == "linear" and op == "gemm_nt":
-            return func(*_one_scale_off(args))
-        return None
+    @property
+    def layer(self) -> str:
+        """`model.layers.N`, or nothing for what lies outside the layers."""
+        parts = self.operator.split(".")
+        return ".".join(parts[:3]) if parts[:2] == ["model", "layers"] else ""
 
 
-def mutations_of(module: nn.Module) -> list[Mutation]:
-    """One of each kind, in the middle decoder layer."""
-    layer = f"model.layers.{module.config.num_hidden_layers // 2}"
+def mutations_of(layers: int, head_norms: bool) -> list[Mutation]:
+    """One or more of every shared operator, in the middle of so many decoder layers."""
+    layer = f"model.layers.{layers // 2}"
+    q_norm = [Mutation(f"{layer}.self_attn.q_norm", "squares summed in four rounded parts", "norm_parts")]
     return [
-        Mutation(f"{layer}.post_attention_layernorm", "rounded once instead of twice", "norm"),
-        Mutation(f"{layer}.self_attn.o_proj", "one weight scale off by 1/256, or the sum split in two", "linear"),
-        Mutation(f"{layer}.mlp.act_fn", "rounded once, or three times, instead of twice", "silu"),
+        Mutation(ROTARY_TABLE, "one cosine off by one place of BF16", "table"),
+        Mutation(f"{layer}.input_layernorm", "squares summed in four rounded parts", "norm_parts"),
+        *(q_norm if head_norms else ()),
+        Mutation(f"{layer}.self_attn.rotary", "rounded once instead of three times", "rotary"),
         Mutation(f"{layer}.self_attn", "keys in two parts, merged after rounding", "attention"),
+        Mutation(f"{layer}.self_attn.o_proj", "one weight scale off by 1/256, or the sum split in two", "linear"),
+        Mutation(f"{layer}.self_attn.o_proj", "its input quantized with the other scale format", "quantizer"),
+        Mutation(f"{layer}.self_attn.residual_add", "one value of each sum off by one place", "residual"),
+        Mutation(f"{layer}.post_attention_layernorm", "rounded once instead of twice", "norm"),
+        Mutation(f"{layer}.mlp.act_fn", "rounded once, or three times, instead of twice", "silu"),
+        Mutation(FINAL_NORM, "squares summed in four rounded parts", "norm_parts"),
+        Mutation(LM_HEAD, "the sum split in two", "head"),
+        Mutation(LOG_SOFTMAX, "the sum over the vocabulary in two halves", "log_softmax"),
+        Mutation(LOG_SOFTMAX, "the temperature off by 1/256", "temperature"),
+        Mutation(LOG_SOFTMAX, "the vocabulary masked from its middle on", "mask"),
     ]
 
 
-def run(module: nn.Module, observe: Callable[[Mutation], TrainerObserver], baseline: TrainerObserver) -> list[dict]:
+def mutations_of_module(module: nn.Module) -> list[Mutation]:
+    """`mutations_of` for a Hugging Face causal LM."""
+    head_norms = any(name.endswith("self_attn.q_norm") for name, _ in module.named_modules())
+    return mutations_of(module.config.num_hidden_layers, head_norms)
+
+
+def run_trainer(mutations: list[Mutation], observe: Callable[[Mutation], object | None], baseline) -> list[dict]:
     """Repeat the fed forward with each mutation. found: the mutated operator's own values changed, and no other's did.
 
-    observe: a fed forward under the mutation. A point's own values are what the trainer computes from the rollout's
-    values, so a change at one point does not spread.
+    observe: a TrainerObserver after a fed forward under the mutation, None where the trainer has no such operator of its
+    own; baseline: the one without a mutation. A point's own values are what the trainer computes from the rollout's, so a
+    change at one point does not spread.
     """
     results = []
-    for mutation in mutations_of(module):
-        with applied(mutation, module, baseline.layout):
-            observer = observe(mutation)
+    for mutation in mutations:
+        if not any(operator_of(p) == mutation.operator for p in baseline.found):
+            results.append(_result("trainer", mutation, None, "not observed"))
+            continue
+        observer = observe(mutation)
+        if observer is None:
+            results.append(
+                _result("trainer", mutation, None, "the trainer does not compute it so that it can be changed")
+            )
+            continue
         changed = [p for p, mark in observer.prints.items() if mark != baseline.prints[p]]
-        named = observer.found[mutation.operator]
+        named = list(dict.fromkeys(map(operator_of, changed)))
+        differs = any(not observer.found[p].equal for p in changed)
         results.append(
-            {
-                "operator": mutation.operator,
-                "what": mutation.what,
-                "found": changed == [mutation.operator] and not named.equal,
-                "verdict": f"{', '.join(changed) or 'nothing'} changed; {mutation.operator} differs in "
-                f"{100 * named.share:.3g} % of values, max relative {named.max_relative:.1e}",
-            }
+            _result("trainer", mutation, named == [mutation.operator] and differs, _sizes(changed, observer), named)
         )
     return results
 
 
-@contextmanager
-def applied(mutation: Mutation, module: nn.Module, layout: TokenLayout) -> Iterator[None]:
-    """The mutation where stock modules compute; fused layers ask `replaced`."""
-    modules = {name: m for m, name in canonical_names(module)}
-    layer = modules[mutation.operator.split(".self_attn")[0].split(".mlp")[0].removesuffix(".post_attention_layernorm")]
-    fused = hasattr(layer, "jetrl_steps")
-    target = modules[mutation.operator]
-    with ExitStack() as stack:
-        if mutation.kind == "attention":
-            stack.enter_context(_attention_in_parts(target, layout))
-        elif not fused:
-            target.forward = _STOCK[mutation.kind](target, target.forward)
-            stack.callback(lambda: delattr(target, "forward"))
-        yield
+def judge_rollout(mutation: Mutation, observer, baseline) -> dict:
+    """found: the mutated operator, and no other, differs by itself from the rollout, where it did not before.
+
+    observer, baseline: TrainerObservers after fed forwards of the unchanged trainer over what the mutated rollout computed,
+    and over what the unchanged one did.
+    """
+    before = {p for p, d in baseline.found.items() if not d.equal}
+    own = [p for p in baseline.found if operator_of(p) == mutation.operator]
+    if not own:
+        return _result("rollout", mutation, None, "not observed")
+    if before & set(own):
+        return _result("rollout", mutation, None, "not shared in this flow: it differs without a mutation")
+    points = [p for p, d in observer.found.items() if not d.equal and p not in before]
+    named = list(dict.fromkeys(map(operator_of, points)))
+    return _result("rollout", mutation, named == [mutation.operator], _sizes(points, observer), named)
 
 
-def norm_in_one_rounding(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    h = x.float()
-    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+def not_applied(side: str, mutation: Mutation, why: str) -> dict:
+    return _result(side, mutation, None, why)
 
 
-def silu_mul_in_one_rounding(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return (nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+def _sizes(points: list[str], observer) -> str:
+    shown = [f"{p} ({100 * observer.found[p].share:.3g} % of values)" for p in points]
+    return f"named {', '.join(shown) or 'nothing'}"
 
 
-def _quantized(y: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ops.jetrl.quantize_tiles(y.contiguous(), scale_format)
-
-
-def _one_scale_off(args: tuple) -> tuple:
-    a, a_scale, b, b_scale, *rest = args
-    b_scale = b_scale.clone()
-    b_scale[0, 0] *= SCALE_FAULT
-    return (a, a_scale, b, b_scale, *rest)
-
-
-class _ScaleOff(TorchDispatchMode):
-    """Every FP8 product that runs inside sees one weight scale off; `ran` says whether there was one."""
-
-    ran = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name == "jetrl::gemm_nt":
-            self.ran, args = True, _one_scale_off(args)
-        return func(*args, **(kwargs or {}))
-
-
-def _norm(module: nn.Module, stock: Callable) -> Callable:
-    eps = module.variance_epsilon
-    return lambda x: norm_in_one_rounding(x, module.weight, eps)
-
-
-def _linear(module: nn.Module, stock: Callable) -> Callable:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with _ScaleOff() as mode:
-            y = stock(x)
-        if mode.ran:
-            return y
-        half = x.shape[-1] // 2
-        first = nn.functional.linear(x[..., :half], module.weight[:, :half])
-        return first + nn.functional.linear(x[..., half:], module.weight[:, half:], module.bias)
-
-    return forward
-
-
-def _silu(module: nn.Module, stock: Callable) -> Callable:
-    return lambda gate: gate * torch.sigmoid(gate)  # the sigmoid is rounded by itself
-
-
-_STOCK = {"norm": _norm, "linear": _linear, "silu": _silu}
-
-
-@contextmanager
-def _attention_in_parts(target: nn.Module, layout: TokenLayout) -> Iterator[None]:
-    name = target.config._attn_implementation
-    stock = ALL_ATTENTION_FUNCTIONS[name]
-
-    def attention(module, query, key, value, *args, **kwargs):
-        out, weights = stock(module, query, key, value, *args, **kwargs)
-        return (_in_parts(query, key, value, out, layout), weights) if module is target else (out, weights)
-
-    ALL_ATTENTION_FUNCTIONS[name] = attention
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS[name] = stock
-
-
-def _in_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, like: torch.Tensor, layout: TokenLayout
-) -> torch.Tensor:
-    """Causal attention over two halves of the keys; (batch, heads, tokens, D) in, shaped as `like` (batch, tokens, heads, D)."""
-    out = like.clone()
-    for sequence, length in enumerate(layout.lengths):
-        line, start = (0, sum(layout.lengths[:sequence])) if layout.packed else (sequence, 0)
-        rows = slice(start, start + length)
-        qs, ks, vs = (t[line, :, rows].float() for t in (q, k, v))
-        repeat = qs.shape[0] // ks.shape[0]
-        ks, vs = ks.repeat_interleave(repeat, 0), vs.repeat_interleave(repeat, 0)
-        scores = qs @ ks.transpose(1, 2) * qs.shape[-1] ** -0.5
-        scores = scores.masked_fill(
-            torch.ones(length, length, device=q.device, dtype=torch.bool).triu(1), float("-inf")
-        )
-        half, parts = length // 2, []
-        for keys in (slice(0, half), slice(half, length)):
-            lse = torch.logsumexp(scores[:, :, keys], -1, keepdim=True)
-            weights = (scores[:, :, keys] - lse.clamp_min(-1e30)).exp()
-            parts.append(((weights @ vs[:, keys]).to(q.dtype).float(), lse))
-        total = torch.logaddexp(parts[0][1], parts[1][1])
-        merged = sum(y * (lse - total).exp() for y, lse in parts)
-        out[line, rows] = merged.transpose(0, 1).to(like.dtype)
-    return out
+def _result(side: str, mutation: Mutation, found: bool | None, verdict: str, named: list[str] = ()) -> dict:
+    """One row of the report; found is None where there was nothing to find."""
+    return {
+        "side": side,
+        "operator": mutation.operator,
+        "kind": mutation.kind,
+        "what": mutation.what,
+        "named": list(named),
+        "found": found,
+        "verdict": verdict,
+    }

@@ -30,8 +30,10 @@ LAYER_POINTS = (
     "mlp.residual_add",
 )
 EMBEDDING, FINAL_NORM, LM_HEAD, LOG_SOFTMAX = "model.embed_tokens", "model.norm", "lm_head", "log_softmax"
+ROTARY_TABLE = "model.rotary_emb"  # cos and sin of a token's position, side by side
 TITLES = {
     "embed_tokens": "embedding",
+    "rotary_emb": "rotary table",
     "input_layernorm": "norm",
     "post_attention_layernorm": "norm",
     "norm": "norm",
@@ -50,7 +52,7 @@ _LAYER = re.compile(r"(model\.layers\.(\d+))\.(.+)")
 def point_order(layers: int) -> list[str]:
     """Every point a model of so many layers may have, in the order of execution."""
     inside = [f"model.layers.{i}.{name}" for i in range(layers) for name in LAYER_POINTS]
-    return [EMBEDDING, *inside, FINAL_NORM, LM_HEAD, LOG_SOFTMAX]
+    return [EMBEDDING, ROTARY_TABLE, *inside, FINAL_NORM, LM_HEAD, LOG_SOFTMAX]
 
 
 def operator_of(point: str) -> str:

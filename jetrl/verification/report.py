@@ -13,9 +13,9 @@ def failures(result: dict, options: Options) -> list[str]:
     if is_exact(result) and figures["differing_tokens"]:
         found.append(f"{figures['differing_tokens']} tokens differ, and {result['flow']['name']} is an exact flow")
     found += [
-        f"the mutation of {m['operator']} was not found: {m['verdict']}"
+        f"the mutation of {m['operator']} in the {m['side']} ({m['what']}) was not found: {m['verdict']}"
         for m in result.get("mutations", [])
-        if not m["found"]
+        if m["found"] is False
     ]
     return found
 
@@ -43,9 +43,14 @@ def report_lines(result: dict) -> list[str]:
     report = result.get("operators")
     if report:
         lines += ["", *_operator_lines(report, result)]
-    lines += [f"mutation of {m['operator']} ({m['what']}): {m['verdict']}" for m in result.get("mutations", [])]
+    lines += [_mutation_line(m) for m in result.get("mutations", [])]
     lines += ["", *(result["failures"] or ["no bound exceeded"])]
     return lines
+
+
+def _mutation_line(m: dict) -> str:
+    found = {True: "found", False: "NOT FOUND", None: "no verdict"}[m["found"]]
+    return f"mutation in the {m['side']}, {m['operator']} ({m['what']}): {found}; {m['verdict']}"
 
 
 def _mismatch_table(mismatch: dict) -> list[str]:

@@ -21,6 +21,8 @@ from jetrl.verification.workspace import Options, Workspace
 
 # Every so many engine steps one more of the later half of the requests arrives, so that prefill and decode are mixed.
 ARRIVAL_STEPS = 4
+# Tokens of a mutated sampling: enough for a prefill and a few decodes.
+MUTATED_PROMPT, MUTATED_OUTPUT = 40, 4
 
 
 def main(folder: str, step: str) -> None:
@@ -48,7 +50,10 @@ def main(folder: str, step: str) -> None:
         engine.collective_rpc("monkey_patch_model", kwargs={"vocab_size": len(model_config.tokenizer)})
     run = _Generation(engine, cfg.actor_rollout_ref.rollout, prompts, lengths)
     if observe:
-        torch.save(_observed(run, engine, options), space.layers)
+        observed = _observed(run, engine, options)
+        torch.save(observed, space.layers)
+        if observed and options.mutations:
+            torch.save(_mutated(engine, cfg.actor_rollout_ref.rollout, observed["tokens"]), space.mutated)
     else:
         run.finish()
     if layers_only:
@@ -181,6 +186,31 @@ def _observed(run: _Generation, engine, options: Options) -> dict:
     points[LOG_SOFTMAX] = _sampled_log_probs(run, chosen, options.layer_tokens, points)
     tokens = [run.prompts[i] + run.outputs[i] for i in chosen]
     return {"tokens": tokens, "points": points}
+
+
+def _mutated(engine, rollout, tokens: list[list[int]]) -> list[dict]:
+    """A short sampling for every mutation, and first for none, from the starts of the observed sequences.
+
+    Returns [{"mutation": Mutation or None, "refused": why it cannot be applied, or None, "tokens", "points"}].
+    """
+    from jetrl.verification import mutations, mutations_rollout
+
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    names = [name for name, _ in runner.model.named_modules()]
+    layers = engine.vllm_config.model_config.hf_config.num_hidden_layers
+    chosen = mutations.mutations_of(layers, any(name.endswith("self_attn.q_norm") for name in names))
+    prompts = [row[: max(1, min(MUTATED_PROMPT, len(row) - MUTATED_OUTPUT))] for row in tokens]
+
+    def sampled() -> dict:
+        engine.reset_prefix_cache()  # keys and values of another mutation
+        run = _Generation(engine, rollout, prompts, [MUTATED_OUTPUT] * len(prompts))
+        return _observed(run, engine, Options(layer_sequences=len(prompts), layer_tokens=MUTATED_PROMPT * 2))
+
+    records = [{"mutation": None, "refused": None, **sampled()}]
+    for mutation in chosen:
+        with mutations_rollout.applied(mutation, runner) as refused:
+            records.append({"mutation": mutation, "refused": refused, **({} if refused else sampled())})
+    return records
 
 
 def _sampled_log_probs(run: _Generation, chosen: range, limit: int, points: dict[str, PointRows]) -> PointRows:

@@ -13,13 +13,13 @@ import torch
 from omegaconf import DictConfig, open_dict
 
 from jetrl.errors import UserError
-from jetrl.verification import mutations
+from jetrl.verification import mutations, mutations_trainer
 from jetrl.verification.child import run_child
 from jetrl.verification.mismatch import mismatch
 from jetrl.verification.operators import operator_report
-from jetrl.verification.points import LOG_SOFTMAX, PointRows
+from jetrl.verification.points import LOG_SOFTMAX
 from jetrl.verification.trainer_points import TokenLayout, TrainerObserver
-from jetrl.verification.workspace import Options, Workspace
+from jetrl.verification.workspace import Workspace
 
 
 def main(folder: str) -> None:
@@ -43,7 +43,16 @@ def main(folder: str) -> None:
     space.result.write_text(json.dumps(result, indent=1))  # what follows may fail, or be killed
     observed = torch.load(space.layers, weights_only=False) if space.layers.is_file() else {}
     if observed:
-        result["operators"], result["mutations"] = _operators(engine, cfg, observed, options)
+        forward = FedForward(engine, cfg, observed)
+        plain, fed = forward.observe(feed=False), forward.observe(feed=True)
+        result["operators"] = operator_report(plain, fed, engine.module.config.num_hidden_layers)
+        space.result.write_text(json.dumps(result, indent=1))
+        if options.mutations:
+            result["mutations"] = _trainer_mutations(forward, fed)
+            space.result.write_text(json.dumps(result, indent=1))
+            if space.mutated.is_file():
+                records = torch.load(space.mutated, weights_only=False)
+                result["mutations"] += _rollout_mutations(engine, cfg, records)
     space.result.write_text(json.dumps(result, indent=1))
 
 
@@ -134,25 +143,48 @@ def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def _operators(engine, cfg: DictConfig, observed: dict, options: Options) -> tuple[list[dict], list[dict]]:
-    points: dict[str, PointRows] = observed["points"]
-    rows = points["model.embed_tokens"].index
-    lengths = [int(rows[rows[:, 0] == i, 1].max()) + 1 for i in range(len(observed["tokens"]))]
-    # One more token each, which is only the label of the last observed row.
-    tokens = [row[: n + 1] for row, n in zip(observed["tokens"], lengths, strict=True)]
-    layout = TokenLayout(tuple(map(len, tokens)), bool(engine.model_config.use_remove_padding))
+class FedForward:
+    """The trainer's forward over the sequences that were observed in the rollout. observed: tokens and points."""
 
-    def observe(feed: bool, mutation=None) -> TrainerObserver:
-        with TrainerObserver(engine.module, layout, points, feed, mutation) as observer:
-            log_probs = infer(engine, cfg, tokens, together=True)
-        index = points[LOG_SOFTMAX].index
+    def __init__(self, engine, cfg: DictConfig, observed: dict) -> None:
+        self.engine, self.cfg, self.points = engine, cfg, observed["points"]
+        rows = self.points["model.embed_tokens"].index
+        lengths = [int(rows[rows[:, 0] == i, 1].max()) + 1 for i in range(len(observed["tokens"]))]
+        # One more token each, which is only the label of the last observed row.
+        self.tokens = [row[: n + 1] for row, n in zip(observed["tokens"], lengths, strict=True)]
+        self.layout = TokenLayout(tuple(map(len, self.tokens)), bool(engine.model_config.use_remove_padding))
+
+    def observe(self, feed: bool, mutation=None) -> TrainerObserver:
+        """mutation: what `mutations_trainer.applied` yields."""
+        with TrainerObserver(self.engine.module, self.layout, self.points, feed, mutation) as observer:
+            log_probs = infer(self.engine, self.cfg, self.tokens, together=True)
+        index = self.points[LOG_SOFTMAX].index
         observer.see_result(LOG_SOFTMAX, torch.stack([log_probs[s][p] for s, p in index.tolist()])[:, None])
         return observer
 
-    plain, fed = observe(feed=False), observe(feed=True)
-    report = operator_report(plain, fed, engine.module.config.num_hidden_layers)
-    found = mutations.run(engine.module, lambda m: observe(True, m), fed) if options.mutations else []
-    return report, found
+
+def _trainer_mutations(forward: FedForward, fed: TrainerObserver) -> list[dict]:
+    module = forward.engine.module
+
+    def observe(mutation: mutations.Mutation) -> TrainerObserver | None:
+        with mutations_trainer.applied(mutation, module, forward.layout) as now:
+            observer = forward.observe(True, now)
+        return observer if now.ran else None
+
+    return mutations.run_trainer(mutations.mutations_of_module(module), observe, fed)
+
+
+def _rollout_mutations(engine, cfg: DictConfig, records: list[dict]) -> list[dict]:
+    """records: as rollout._mutated gives them."""
+    baseline = FedForward(engine, cfg, records[0]).observe(feed=True)
+    results = []
+    for record in records[1:]:
+        if record["refused"]:
+            results.append(mutations.not_applied("rollout", record["mutation"], record["refused"]))
+            continue
+        observer = FedForward(engine, cfg, record).observe(feed=True)
+        results.append(mutations.judge_rollout(record["mutation"], observer, baseline))
+    return results
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from jetrl.fusion import trace
 from jetrl.linear import quantize_input
 from jetrl.verification.compare import Difference, difference, quantized_difference
-from jetrl.verification.points import EMBEDDING, FINAL_NORM, LM_HEAD, PointRows
+from jetrl.verification.perturb import normed
+from jetrl.verification.points import EMBEDDING, FINAL_NORM, LM_HEAD, ROTARY_TABLE, PointRows
 
 # What FSDP and activation checkpointing put into a module's name.
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -58,7 +59,8 @@ def canonical_names(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TrainerObserver:
-    """Context manager. rollout: the rollout's rows by point; feed: overwrite with them; mutation: see mutations.py. After a forward, `found` holds a
+    """Context manager. rollout: the rollout's rows by point; feed: overwrite with them; mutation: see mutations_trainer.py.
+    After a forward, `found` holds a
     Difference for every point that both engines showed, `prints` a checksum of the trainer's own values there."""
 
     def __init__(
@@ -108,6 +110,24 @@ class TrainerObserver:
         if self.feed:
             rows.write(data)
 
+    def see_table(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """cos, sin (lines or 1, columns, R), both halves of a row equal: one table may serve all lines."""
+        theirs = self.rollout.get(ROTARY_TABLE)
+        if theirs is None or ROTARY_TABLE in self.found or not len(theirs.index):
+            return
+        line, column = (t.to(cos.device) for t in self.layout.places(theirs.index))
+        line, half = (line if cos.shape[0] > 1 else torch.zeros_like(line)), cos.shape[-1] // 2
+        mine = torch.cat([t[line, column, :half] for t in (cos, sin)], dim=-1)
+        data = theirs.data.to(mine.device)
+        self._keep(ROTARY_TABLE, difference(data, mine, theirs.decode.to(mine.device)), mine)
+        if self.feed:
+            for table, part in zip((cos, sin), data.to(cos.dtype).chunk(2, dim=-1), strict=True):
+                table[line, column] = torch.cat((part, part), dim=-1)
+
+    def differs(self, *points: str) -> bool:
+        """Whether any of them was seen with other values than the rollout's."""
+        return any(p in self.found and not self.found[p].equal for p in points)
+
     def see_tiles(self, point: str, codes: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
         """A point whose output leaves the trainer's kernel quantized: the rollout's is quantized by the shared quantizer."""
         theirs = self.rollout.get(point)
@@ -142,6 +162,8 @@ class TrainerObserver:
             if before is not None:
                 self._hooks.append(module.register_forward_pre_hook(lambda m, args: self.see(before, args[0])))
             self._after(name, module)
+        elif name == ROTARY_TABLE:
+            self._hooks.append(module.register_forward_hook(lambda m, args, out: self.see_table(*out)))
         elif name in (EMBEDDING, LM_HEAD) or leaf in ("q_norm", "k_norm") or _LINEARS.fullmatch(name):
             if leaf == "down_proj":  # gate and up are multiplied outside any module
                 act = name.removesuffix("down_proj") + "act_fn"
@@ -223,10 +245,31 @@ class _FusedSteps(TorchDispatchMode):
         if out is None:
             out = func(*args, **(kwargs or {}))
         if here:
+            out = self._fed_inside(op, func, args, out)
             if op == "gemm_nt" and len(here) == 1 and self._is_ragged(here[0]):
                 self._see(here, op, args, out)  # its padded columns are cut off in a copy before `leave`
             else:
                 self._ran[-1].append((op, args, out))
+        return out
+
+    def _fed_inside(self, op: str, func, args: tuple, out):
+        """A fused kernel's second half reads its first half's result: where that one is not the rollout's, and the rollout's
+        is fed, the second half is computed again from it. So each half differs by itself or not."""
+        observer, layer = self.observer, self.layer
+        if op in ("rms_norm", "rms_norm_quantize") and args[1] is not None:
+            *_, hidden, _ = out
+            before = f"{layer}.self_attn.residual_add"
+            observer.see(before, hidden)
+            if observer.feed and observer.differs(before):
+                *again, _, rstd = func(hidden, None, *args[2:])
+                return (*again, hidden, rstd)
+        elif op == "qk_norm_rotary":
+            names = [f"{layer}.self_attn.{which}_norm" for which in "qk"]
+            heads = [normed(x, rstd[..., None], w) for x, rstd, w in zip(args[:2], out[2:], args[2:4], strict=True)]
+            for name, x in zip(names, heads, strict=True):
+                observer.see(name, x)
+            if observer.feed and observer.differs(*names):
+                return (*torch.ops.jetrl.rotary(*heads, *args[5:], False), *out[2:])
         return out
 
     def _is_ragged(self, name: str) -> bool:
@@ -238,8 +281,7 @@ class _FusedSteps(TorchDispatchMode):
         norm = next((n for n in full if n.endswith("layernorm")), None)
         if op in ("rms_norm", "rms_norm_quantize") and norm is not None:
             before = residual_before(norm)
-            if before is not None:
-                # A residual sum that is formed inside the norm, or one that it only reads.
+            if before is not None:  # a sum that the norm only reads; one that it forms was seen with it
                 see(before, args[0] if args[1] is None else out[-2])
             if op == "rms_norm":
                 see(norm, out[0])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from jetrl.verification.points import EMBEDDING, FINAL_NORM, LM_HEAD, PointStore
+from jetrl.verification.points import EMBEDDING, FINAL_NORM, LM_HEAD, ROTARY_TABLE, PointStore
 
 Emit = Callable[[str, torch.Tensor], None]
 
@@ -25,6 +25,7 @@ class VllmObserver:
         self._seen: set[tuple[int, int]] = set()
         self._hooks: list = []
         self._layer = 0
+        self._table_seen = False
         self._rows = self._index = self._decode = None
         self._last = self._last_index = self._last_decode = None
         self._v2_batch = None
@@ -68,6 +69,7 @@ class VllmObserver:
         return ids, self.runner.query_start_loc.np[: len(ids) + 1]
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._table_seen = False
         ids, starts = self._layout()
         positions = kwargs["positions"].cpu() if "positions" in kwargs else args[1].cpu()
         rows, index, decode, last, last_index, last_decode = [], [], [], [], [], []
@@ -114,6 +116,7 @@ class VllmObserver:
             names = [f"{parent}.{part}" for part in packed[leaf]]
             self._after(module, lambda out: self._merged(names, module.output_partition_sizes, out))
         elif leaf == "rotary_emb":  # one object for all layers
+            self._hooks.append(module.register_forward_pre_hook(self._table))
             self._after(module, lambda out: self._rotary(out))
         elif leaf == "attn":
             self._after(module, lambda out: self._emit(parent, out))
@@ -141,6 +144,14 @@ class VllmObserver:
     def _merged(self, names: list[str], sizes: list[int], out) -> None:
         for name, part in zip(names, _first(out).split(list(sizes), dim=-1), strict=True):
             self._emit(name, part)
+
+    def _table(self, module: nn.Module, args: tuple) -> None:
+        """Once a forward: what every layer's call reads."""
+        if not self._table_seen and len(self._rows):
+            self._table_seen = True
+            positions, query = args[:2]
+            cache = module.cos_sin_cache
+            self._emit(ROTARY_TABLE, cache[positions.flatten().to(cache.device)].to(query.dtype))
 
     def _rotary(self, out) -> None:
         for which, tensor in zip("qk", out, strict=True):

@@ -18,7 +18,7 @@ class Options:
     lengths: output tokens, taken by the sequences in turn; prompt_lengths: the same for prompts of random tokens, empty
     for the task's own prompts. layer_sequences sequences are followed operator by operator, each up to layer_tokens
     tokens (prompt included); 0 switches that off. kv_cache_tokens: size of vLLM's KV cache, 0 for vLLM's own choice.
-    max_kl: the largest k3 KL that passes. mutations: perturb operators in the trainer and see that each is found.
+    max_kl: the largest k3 KL that passes. mutations: perturb operators in either engine and see that each is found.
     """
 
     sequences: int = 8
@@ -61,6 +61,11 @@ class Workspace:
         return self.folder / "layers.pt"
 
     @property
+    def mutated(self) -> Path:
+        """For every mutation of the rollout, and first for none: tokens and operator outputs of a short sampling."""
+        return self.folder / "mutated.pt"
+
+    @property
     def result(self) -> Path:
         return self.folder / "result.json"
 
@@ -70,7 +75,7 @@ class Workspace:
     def write(self, cfg: DictConfig, options: Options) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in (self.rollout, self.layers, self.result):
+            for stale in (self.rollout, self.layers, self.mutated, self.result):
                 stale.unlink(missing_ok=True)
             (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
             (self.folder / "options.json").write_text(json.dumps(asdict(options)))
