@@ -41,3 +41,33 @@ def gradients_of_one_batch(rank: int, strategy: str, use_orig_params: bool, ours
     if strategy == "fsdp2":
         module.to("cpu")  # VeRL's offloading moves gradients with their parameters
     return {"dtypes": {g.dtype for g in grads}, "grads": [local(g).flatten() for g in grads]}
+
+
+class Branched(nn.Module):
+    """Its second weight has no part in a forward that does not ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = small_model()
+
+    def forward(self, x: torch.Tensor, with_second: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if with_second else x
+
+
+def gradients_of_two_batches(rank: int, cases: list[tuple]) -> dict:
+    """case -> of both weights, this rank's shards after each of two batches whose last micro-batch leaves the second out."""
+    found = {}
+    for strategy, use_orig_params in cases:
+        module = wrap(Branched(), strategy, use_orig_params)
+        accumulation = accumulation_for(module)
+        batches = []
+        for _ in range(2):
+            for index in range(MICRO_BATCHES):
+                is_last = index == MICRO_BATCHES - 1
+                with accumulation.micro_batch(is_last):
+                    module(micro_batch(rank, index), not is_last).square().sum().backward()
+            batches.append([local(p.grad).flatten().clone() for p in module.parameters() if p.grad is not None])
+            module.zero_grad()
+        found[strategy, use_orig_params] = batches
+    return found

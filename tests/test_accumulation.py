@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from accumulation_for_tests import MICRO_BATCHES, all_cases, micro_batch, small_model
+from accumulation_for_tests import (
+    MICRO_BATCHES,
+    Branched,
+    all_cases,
+    gradients_of_two_batches,
+    micro_batch,
+    small_model,
+)
 from fsdp_for_tests import run_ranks
 
 # strategy, use_orig_params, whether jetrl accumulates
@@ -67,3 +74,25 @@ def test_what_fsdp_does_by_itself_is_worse_than_one_rounding(ranks, case):
     exact = exact_mean(world)
     off = (whole(results, case) - exact).abs() > 2**-7 * exact.abs()
     assert off.double().mean() > 0.05  # a good share of the elements is off by more than two roundings
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_weight_without_a_gradient_in_the_last_micro_batch_gets_its_sum_in_that_batch(world, tmp_path):
+    cases = [("fsdp", False), ("fsdp", True), ("fsdp2", False)]
+    results = run_ranks(gradients_of_two_batches, world, tmp_path, cases)
+    model = Branched()
+    exact, magnitude = (torch.zeros(model.second.weight.shape, dtype=torch.float64) for _ in range(2))
+    for rank in range(world):
+        for index in range(MICRO_BATCHES - 1):
+            model.zero_grad()
+            model(micro_batch(rank, index), True).square().sum().backward()
+            exact += model.second.weight.grad.double() / world
+            magnitude += model.second.weight.grad.double().abs()
+    # As above: one rounding to BF16 and an FP32 sum.
+    tolerance = (2**-8 * exact.abs() * (1 + 2**-8) + world * MICRO_BATCHES * 2**-24 * magnitude).flatten()
+    for case in cases:
+        for batch in range(2):
+            shards = [r[case][batch] for r in results]
+            assert all(len(parts) == 2 for parts in shards), case
+            second = torch.cat([parts[1] for parts in shards]).double()
+            assert ((second - exact.flatten()).abs() <= tolerance).all(), (case, batch)

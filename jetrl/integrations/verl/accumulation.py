@@ -96,7 +96,10 @@ class _FlatAccumulation(Accumulation):
         for s in self.sums:
             s.is_last = is_last
         yield
-        if not is_last:
+        if is_last:
+            for s in self.sums:
+                s.hand_over()
+        else:
             for s in self.sums:
                 # What FSDP made of the reduced gradient is BF16 and not wanted; the FP32 sum is in the hook's state.
                 s.module._handle.flat_param.grad = None
@@ -118,6 +121,16 @@ class _FlatSum:
             reduced.add_(self.total)
         # An alias of its own: FSDP rounds by giving the tensor other storage (`.data`), which leaves this one alone.
         self.total = None if self.is_last else reduced.detach()
+
+    def hand_over(self) -> None:
+        """Where the last micro-batch had no gradient for these parameters, no hook ran, and the sum is still here."""
+        if self.total is None:
+            return
+        handle = self.module._handle
+        flat = handle.flat_param
+        flat.grad, self.total = self.total.to(device=flat.device, dtype=flat.dtype), None
+        if handle._use_orig_params:
+            handle._use_sharded_grad_views()
 
 
 def _reduce(state: _FlatSum, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
