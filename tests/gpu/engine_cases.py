@@ -183,7 +183,7 @@ def cases(world: int, strategies: list[str]) -> list[tuple]:
         ("bf16", run, dict(jetrl_flow="bf16")),
     ):
         for strategy in strategies:
-            if kind != "ulysses" or world > 1:
+            if kind != "ulysses" or (world > 1 and ON_GPU):  # it needs packed batches
                 found.append((f"{strategy} {world} GPU {kind}", function, dict(strategy=strategy, **options)))
     return found
 
