@@ -1,36 +1,48 @@
 #!/bin/bash
-# bash benchmarks/mismatch_h200.sh FOLDER: the mismatch tables of one GPU, in about ten minutes, into FOLDER/{a,b,c}.
-#   a  the embedded model: production graphs and compilation, mixed lengths, continuous batching, chunked prefill,
-#      preemption; every operator compared; mutations
-#   b  the embedded model, 8192 tokens (positions beyond its training; the arithmetic is what is compared)
-#   c  four layers of Qwen3-8B's shape, random weights
-# One flow fails without the others; what the engines said last is beside the tables.
+# bash benchmarks/mismatch_h200.sh FOLDER [SECONDS]: mismatch tables of one GPU, most important first, into FOLDER/{a,b,c}.
+#   a  four layers of Qwen3-8B's shape, random weights, outputs of 256 and 2048 tokens: the production engine (compiled, CUDA
+#      graphs), continuous batching, chunked prefill; every operator compared; mutations in both engines
+#   b  the embedded model, preemption forced
+#   c  8192 tokens, two layers of Qwen3-8B's shape
+# All flows of a table run side by side. A table is rewritten after every flow; what is not done in its share of SECONDS
+# (default 600) is killed. What the engines said last is beside the tables.
 set -u
 OUT=${1:?give a folder for the results}
+SECONDS_ALL=${2:-600}
 mkdir -p "$OUT"/{a,b,c}
 WORK=$(mktemp -d)
-mkdir "$WORK"/{long,layers8b}
-export VLLM_DEEP_GEMM_WARMUP=skip VLLM_USE_FLASHINFER_SAMPLER=0
-cp jetrl/assets/tiny/*.* "$WORK/long/"
-sed -i 's/"max_position_embeddings": 2048/"max_position_embeddings": 16384/' "$WORK/long/config.json"
-python - "$WORK/layers8b" <<'P'
-import sys
-from transformers import Qwen3Config
-Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=4096, intermediate_size=12288, num_hidden_layers=4,
-            num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=32768, max_position_embeddings=16384,
-            rms_norm_eps=1e-6, tie_word_embeddings=False, dtype="bfloat16").save_pretrained(sys.argv[1])
-P
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_DEEP_GEMM_WARMUP=skip TOKENIZERS_PARALLELISM=false
+SHARE() { echo $((SECONDS_ALL * $1 / 100)); }
+for layers in 4 2; do
+  mkdir "$WORK/config$layers"
+  cat > "$WORK/config$layers/config.json" <<J
+{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+ "num_hidden_layers": $layers, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+ "max_position_embeddings": 16384, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "tie_word_embeddings": false,
+ "hidden_act": "silu", "attention_bias": false, "torch_dtype": "bfloat16"}
+J
+done
+# Weights once, and the kernels of the shape, before engines that would each make them. Rows: those of prefill chunks, of
+# decodes in CUDA graphs, of the trainer's micro-batches.
+python -m jetrl.verification.random_weights "$WORK/f4" "$WORK/config4" "$WORK/model4" 0 > "$OUT/weights.log" 2>&1 &
+python -m jetrl.verification.random_weights "$WORK/f2" "$WORK/config2" "$WORK/model2" 0 >> "$OUT/weights.log" 2>&1 &
+(cd benchmarks && timeout 60 python warm_gemms.py qwen3-8b --processes 12 --rows 64 96 128 192 256 384 512 640 1024 4096 16384) 2>&1 |
+  tail -2 &
+wait
 ROLLOUT=actor_rollout_ref.rollout
-# A size of its own for the KV cache: runs side by side disturb vLLM's memory profiling.
-KV=$ROLLOUT.engine_kwargs.vllm.kv_cache_memory_bytes=1073741824
+# A size of its own for the KV cache: engines side by side disturb vLLM's memory profiling.
+COMMON=(hardware=1gpu "+$ROLLOUT.engine_kwargs.vllm.kv_cache_memory_bytes=2147483648" $ROLLOUT.gpu_memory_utilization=0.1
+  $ROLLOUT.max_num_batched_tokens=512 actor_rollout_ref.actor.fsdp_config.param_offload=false
+  actor_rollout_ref.actor.fsdp_config.optimizer_offload=false)
 ALL=unified_exact,unified_fp8,fp8_rollout,bf16
 TABLE="python benchmarks/mismatch_table.py --parallel"
-$TABLE --flows $ALL --lengths 256,1900,256 --sequences 18 --mutations --keep-logs "$OUT/a" --name mismatch-gpu --out "$OUT/a" \
-  -- --kv-cache-tokens 8192 hardware=1gpu $ROLLOUT.max_num_seqs=12 $ROLLOUT.max_num_batched_tokens=512 \
-  "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,12]" "+$KV" 2>&1 | tee "$OUT/a/out.log"
-$TABLE --flows $ALL --lengths 8192 --sequences 4 --layer-sequences 0 --keep-logs "$OUT/b" --name mismatch-8k-gpu --out "$OUT/b" \
-  -- hardware=side_by_side "actor_rollout_ref.model.path=$WORK/long" $ROLLOUT.max_num_seqs=16 "$KV" 2>&1 | tee "$OUT/b/out.log"
-$TABLE --flows $ALL --lengths 64,200 --prompt-lengths 40,200,7 --sequences 8 --mutations --keep-logs "$OUT/c" \
-  --name mismatch-8b-shape-gpu --out "$OUT/c" -- hardware=side_by_side "actor_rollout_ref.model.path=$WORK/layers8b" \
-  $ROLLOUT.max_num_seqs=8 $ROLLOUT.enforce_eager=true "$KV" 2>&1 | tee "$OUT/c/out.log"
+$TABLE --flows $ALL --lengths 256,2048 --prompt-lengths 40,200,7 --sequences 16 --mutations --keep-logs "$OUT/a" \
+  --seconds "$(SHARE 50)" --name mismatch-8b-shape-gpu --out "$OUT/a" -- "actor_rollout_ref.model.path=$WORK/model4" \
+  $ROLLOUT.max_num_seqs=16 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,16]" "${COMMON[@]}" 2>&1 | tee "$OUT/a/out.log"
+$TABLE --flows $ALL --lengths 256,1700,256 --prompt-lengths 100,7,250 --sequences 18 --mutations --keep-logs "$OUT/b" \
+  --seconds "$(SHARE 28)" --name mismatch-gpu --out "$OUT/b" -- --kv-cache-tokens 8192 $ROLLOUT.max_num_seqs=12 \
+  "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,12]" "${COMMON[@]}" 2>&1 | tee "$OUT/b/out.log"
+$TABLE --flows $ALL --lengths 8192 --prompt-lengths 40,200 --sequences 4 --layer-sequences 0 --keep-logs "$OUT/c" \
+  --seconds "$(SHARE 22)" --name mismatch-8k-gpu --out "$OUT/c" -- "actor_rollout_ref.model.path=$WORK/model2" \
+  $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" "${COMMON[@]}" 2>&1 | tee "$OUT/c/out.log"
 rm -rf "$WORK"

@@ -1,10 +1,12 @@
 """Mismatch between rollout and trainer for several flows, at several output lengths, on the same weights.
 
-    python benchmarks/mismatch_table.py --lengths 256,2048,8192 --sequences 12 [--fp32-carriers] [--parallel] -- model=tiny ...
+    python benchmarks/mismatch_table.py --lengths 256,2048,8192 --sequences 12 [--fp32-carriers] [--parallel] [--seconds N]
+        -- model=tiny ...
 
 Each flow is one run of jetrl.verify: vLLM samples with the job's own engine settings, the trainer recomputes. What follows
 `--` goes to every run: model, hardware, engine keys, options of jetrl.verify. Random weights (a model folder with a
-config.json only) have nearly uniform log-probs; a trained model says more. --name NAME also writes benchmarks/results/NAME-<date>.json and .md.
+config.json only) have nearly uniform log-probs; a trained model says more. --name NAME also writes benchmarks/results/NAME-<date>.json and .md, again after every flow. After --seconds what
+is still running is killed; a flow whose log-probs were compared by then is in the table without its operators.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -99,7 +102,7 @@ def _verify(flow: str, carriers: str, args: argparse.Namespace, out: Path) -> No
     ]
     if args.prompt_lengths:
         words += ["--prompt-lengths", args.prompt_lengths]
-    options, _, words = parse([*words, *(["--mutations"] if args.mutations else [])])
+    options, _, words = parse([*words, *(["--mutations"] if args.mutations and "unified" in flow else [])])
     cfg, space = prepare(words, options)
     result = verify(
         cfg,
@@ -140,9 +143,10 @@ def main() -> None:
     parser.add_argument("--prompt-lengths", default="")
     parser.add_argument("--sequences", type=int, default=12)
     parser.add_argument("--layer-sequences", type=int, default=2, help="0: log-probs alone, no operators")
-    parser.add_argument("--mutations", action="store_true", help="the self-test too")
+    parser.add_argument("--mutations", action="store_true", help="the self-test too, of unified flows")
     parser.add_argument("--fp32-carriers", action="store_true", help="each FP8 flow also with FP32 around its layers")
     parser.add_argument("--parallel", action="store_true", help="all runs at once (figures do not depend on time)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all runs together")
     parser.add_argument("--folder", type=Path, help="of the runs; default a temporary one")
     parser.add_argument("--keep-logs", type=Path, metavar="FOLDER", help="ends of the engines' logs go here")
     parser.add_argument("--name")
@@ -151,42 +155,64 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="mismatch-"))
     folder.mkdir(parents=True, exist_ok=True)
-    rows, results, began = [], {}, time.monotonic()
+    results, began = {}, time.monotonic()
     jobs = [(flow, "bf16") for flow in args.flows.split(",")]
     if args.fp32_carriers:
         jobs += [(flow, "fp32") for flow in args.flows.split(",") if flow != "bf16" and "exact" not in flow]
     args.imported = import_everything()
-    running = {}
-    for job in jobs:
-        running[job] = start(*job, args, folder)
-        if not args.parallel:
-            os.waitpid(running[job][0], 0)
-    for job, (process, out) in running.items():
-        if args.parallel:
-            os.waitpid(process, 0)
-        print(
-            f"{'-'.join(job)}, {time.monotonic() - began:.0f} s\n{out.with_suffix('.txt').read_text()[-4000:]}",
-            flush=True,
-        )
-        if args.keep_logs:
-            for log in (out.with_suffix("") / "verify").glob("*.log"):
-                (args.keep_logs / f"{out.stem}.{log.name}").write_text(log.read_text()[-6000:])
-        if out.is_file():
-            results["-".join(job)] = result = json.loads(out.read_text())
-            rows += rows_of(*job, result)
-    rows.sort(key=lambda r: (r["carriers"], r["length"]))
-    table = markdown(rows)
-    print(table, f"{time.monotonic() - began:.0f} s", flush=True)
-    if args.name:
-        device = next((r["device"] for r in results.values()), "")
-        today = datetime.date.today().isoformat()
-        record = {
-            "date": today, "commit": commit(), "device": device, "host": platform.machine(), "versions": versions(),
-            "command": sys.argv[1:], "rows": rows, "results": results,
-        }  # fmt: skip
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{args.name}-{today}.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / f"{args.name}-{today}.md").write_text(table)
+    waiting, running = list(jobs), {}
+    while waiting or running:
+        late = time.monotonic() - began > args.seconds
+        while waiting and not late and (args.parallel or not running):
+            job = waiting.pop(0)
+            running[job] = start(*job, args, folder)
+        for job, (process, out) in list(running.items()):
+            if late:
+                os.kill(process, signal.SIGKILL)  # its own child ends with it
+            if os.waitpid(process, 0 if late else os.WNOHANG)[0]:
+                del running[job]
+                end = f"killed after {args.seconds:.0f} s" if late else "ended"
+                print(f"{'-'.join(job)} {end}, {time.monotonic() - began:.0f} s", flush=True)
+                _collect(job, out, args, results)
+                write(results, args)
+        waiting = [] if late else waiting
+        time.sleep(0.2)
+    print(markdown(table_rows(results)), f"{time.monotonic() - began:.0f} s", flush=True)
+
+
+def _collect(job: tuple[str, str], out: Path, args: argparse.Namespace, results: dict) -> None:
+    """The result of one run, whole or as far as its trainer got."""
+    print(out.with_suffix(".txt").read_text()[-4000:], flush=True)
+    verify = out.with_suffix("") / "verify"
+    if args.keep_logs:
+        for log in verify.glob("*.log"):
+            (args.keep_logs / f"{out.stem}.{log.name}").write_text(log.read_text(errors="replace")[-6000:])
+    for file in (out, verify / "result.json"):
+        try:
+            results[job] = json.loads(file.read_text())
+            return
+        except (FileNotFoundError, json.JSONDecodeError):  # killed before it, or while it was written
+            continue
+
+
+def table_rows(results: dict) -> list[dict]:
+    rows = [row for job, result in results.items() for row in rows_of(*job, result)]
+    return sorted(rows, key=lambda r: (r["carriers"], r["length"]))
+
+
+def write(results: dict, args: argparse.Namespace) -> None:
+    if not args.name:
+        return
+    rows = table_rows(results)
+    device = next((r["device"] for r in results.values()), "")
+    today = datetime.date.today().isoformat()
+    record = {
+        "date": today, "commit": commit(), "device": device, "host": platform.machine(), "versions": versions(),
+        "command": sys.argv[1:], "rows": rows, "results": {"-".join(job): result for job, result in results.items()},
+    }  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{args.name}-{today}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / f"{args.name}-{today}.md").write_text(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -97,15 +98,32 @@ def verify(cfg: DictConfig, options: Options, space: Workspace, say: Say, start:
         say(f"the model folder has no weights: random ones (seed {options.seed}) in {folder}")
         model.path = str(folder)
     space.write(cfg, options)
-    seconds = start(space, "rollout", "jetrl.verification.rollout", [str(space.folder), "generate"], env)
-    say(f"rollout sampled, {seconds:.0f} s")
-    parallel = int(cfg.actor_rollout_ref.rollout.tensor_model_parallel_size)
-    if options.layer_sequences and parallel > 1:
-        say(f"operators are not compared with actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}")
-    elif options.layer_sequences and not space.layers.is_file():
-        seconds = start(space, "layers", "jetrl.verification.rollout", [str(space.folder), "layers"], env)
-        say(f"rollout observed in eager mode, {seconds:.0f} s")
+    _run_rollout(cfg, options, space, say, start, env)
     seconds = start(space, "trainer", "jetrl.verification.trainer", [str(space.folder)], env)
     say(f"trainer recomputed, {seconds:.0f} s")
     result = json.loads(space.result.read_text())
     return {"model": name, "random_weights": random, **result}
+
+
+def _run_rollout(
+    cfg: DictConfig, options: Options, space: Workspace, say: Say, start: Start, env: dict[str, str]
+) -> None:
+    """Sampling with the job's engine, and the observed one where that engine runs CUDA graphs; side by side if they may."""
+    rollout = cfg.actor_rollout_ref.rollout
+    parallel = int(rollout.tensor_model_parallel_size)
+    layers = bool(options.layer_sequences) and parallel == 1
+    # vLLM's memory profiling fails beside another engine, and with a given size it takes none; a task's prompts are files.
+    apart = not OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes") or not options.prompt_lengths
+    together = layers and not rollout.enforce_eager and not apart
+
+    def run(step: str, argument: str) -> float:
+        return start(space, step, "jetrl.verification.rollout", [str(space.folder), argument], env)
+
+    with ThreadPoolExecutor(1) as pool:
+        observed = pool.submit(run, "layers", "layers") if together else None
+        say(f"rollout sampled, {run('rollout', 'generate'):.0f} s")
+        if observed or (layers and not space.layers.is_file()):
+            seconds = observed.result() if observed else run("layers", "layers")
+            say(f"rollout observed in eager mode, {seconds:.0f} s")
+    if options.layer_sequences and parallel > 1:
+        say(f"operators are not compared with actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}")
