@@ -1,16 +1,18 @@
 """Compile DeepGEMM's kernels for a model's layers in parallel, into DG_JIT_CACHE_DIR, before engines or trainers need them.
 
-    python benchmarks/warm_gemms.py qwen3-8b [llama3.1-8b ...] [--rows 32 128 256 16384] [--train] [--processes 12] [--tensor-parallel N]
+    python benchmarks/warm_gemms.py qwen3-8b [llama3.1-8b ... | a model's folder] [--rows 32 128 256 16384] [--train] [--processes 12] [--tensor-parallel N]
 
 nvcc takes 3 to 5 s a kernel and an engine compiles one after another. Which kernel a row count gets is DeepGEMM's choice;
 row counts of one kernel cost nothing more. --train adds the input gradients and the weight gradients.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from rollout_engines import SHAPES, config_of
 
@@ -52,7 +54,7 @@ def work(jobs: list[tuple[str, int, int, int]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("shapes", nargs="+", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--rows", nargs="+", type=int, default=[32, 128, 256, 16384])
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--processes", type=int, default=12)
@@ -61,7 +63,9 @@ def main() -> None:
     arguments = parser.parse_args()
     jobs = set()
     for shape in arguments.shapes:
-        for n, k in matrices(config_of(shape), arguments.tensor_parallel):
+        file = Path(shape) / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else config_of(shape)
+        for n, k in matrices(config, arguments.tensor_parallel):
             jobs |= {("blocks", m, n, k) for m in arguments.rows}
             if arguments.train:
                 jobs |= {("blocks", m, k, n) for m in arguments.rows}

@@ -51,6 +51,7 @@ def _run(line: CommandLine) -> int:
     from jetrl.launch import preflight
     from jetrl.launch.compose import compose_job
     from jetrl.launch.config import run_config
+    from jetrl.launch.early_worker import EarlyWorker
     from jetrl.launch.errors_map import as_yaml
     from jetrl.launch.job import run_job
     from jetrl.launch.sweep import expand, run_sweep
@@ -64,11 +65,14 @@ def _run(line: CommandLine) -> int:
     if line.show_config:
         print("---\n".join(as_yaml(cfg) for cfg in configs), end="")
         return 0
-    for cfg in configs:
-        preflight.check(cfg)
-        if line.dry_run:
+    if line.dry_run:
+        for cfg in configs:
+            preflight.check(cfg)
             print(f"{cfg.run.name} would run in {cfg.run.dir}")
-    return 0 if line.dry_run else run_job(configs[0], run_config(configs[0]).folder)
+        return 0
+    with EarlyWorker() as early:
+        preflight.check(configs[0])
+        return run_job(configs[0], run_config(configs[0]).folder, early=early)
 
 
 def _group_lines() -> str:

@@ -17,16 +17,16 @@ import re
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from jetrl.data.reward import compute_score
 from jetrl.data.sources import Problem, generate, problem_stream
 from jetrl.data.task import load_task
+from jetrl.small_qwen3 import Size, qwen3_config
 
 # Stop once this share of PROBE validation problems has a right answer among 8 samples, looked at every CHECK_EVERY steps.
 # By then single samples are right about a third of the time, and the two ways of answering differ enough to learn from.
@@ -87,39 +87,14 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-@dataclass(frozen=True)
-class Size:
-    """Widths in elements, all multiples of 128 so that FP8 blocks are whole; head_dim is one that FA3 and vLLM's CPU attention have."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 64
-
-
 TINY_SIZE = Size(256, 512, 2, 4, 2)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, size: Size, longest: int, seed: int) -> Qwen3ForCausalLM:
     """An untrained model with room for `longest` tokens."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=longest,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return Qwen3ForCausalLM(qwen3_config(size, len(tokenizer), longest, **ids))
 
 
 def worked_answer(question: str) -> str:

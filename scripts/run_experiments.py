@@ -9,10 +9,12 @@ and the host's cores: learning curves and mismatch are unaffected, seconds are n
 machine for itself (the kept record says how many ran). Order: all flows of the first seed, then of the next.
 
 The same command goes on where it stopped: finished runs are skipped. Results add up: a run's record (configuration,
-metrics, command, seeds, versions, GPU) goes to a folder of its own under --keep.
+metrics, command, seeds, versions, GPU) goes to a folder of its own under --keep, without this machine's paths and without
+credentials. Other words for a run that is there already (another task.length) make another run, named `...-2`.
 """
 
 import argparse
+import itertools
 import json
 import re
 import shutil
@@ -24,10 +26,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from jetrl.errors import UserError
 from jetrl.launch.job import CONFIG
-from jetrl.launch.metrics_log import read_run, summarize
+from jetrl.launch.metrics_log import figures, read_run, summarize
 from jetrl.launch.provenance import STARTS
+from jetrl.launch.shareable import clean, clean_words
 from jetrl.launch.wiring import METRICS
 from jetrl.launch.worker_entry import FAILURE
 from jetrl.reporting.runs import load_runs
@@ -41,6 +46,7 @@ FLOWS = {
     "fp8_rollout_tis": ("precision=fp8_rollout", "algorithm=grpo_tis"),
     "unified_fp8_tis": ("precision=unified_fp8", "algorithm=grpo_tis"),
     "unified_fp8_pow2": ("precision=unified_fp8_pow2",),
+    "unified_exact": ("precision=unified_exact",),
 }
 MAIN_FLOWS = ("bf16", "fp8_rollout", "fp8_vllm", "unified_fp8")
 # Of VeRL's hundred metrics a step, those that say something about learning, mismatch, clipping, time and memory.
@@ -48,6 +54,8 @@ KEPT = re.compile(
     r"val-core/|critic/(rewards|score)/mean|response_length/(mean|max|clip_ratio)|mismatch/|rollout_corr/|actor/|perf/|timing_s/"
 )
 POLL_SECONDS = 1.0
+# Beside a kept run's metrics: the words that made it. The same words mean the same run.
+WORDS = "words.json"
 # Simultaneous starts of Ray pick the same ports now and then.
 STAGGER_SECONDS = 3.0
 INTERRUPT_SECONDS = 40.0
@@ -64,15 +72,29 @@ class Run:
     began: float = field(default=0.0)
 
 
-def planned(experiment: str, flows: list[str], seeds: list[int], extra: list[str]) -> list[Run]:
-    return [
-        Run(f"{experiment}-{flow}-seed{seed}", (f"experiment={experiment}", *FLOWS[flow], f"data.seed={seed}", *extra))
-        for seed in seeds
-        for flow in flows
-    ]
+def planned(experiment: str, flows: list[str], seeds: list[int], extra: list[str], keep: Path) -> list[Run]:
+    """One run for each flow and seed, named so that runs of other words that were kept before stay as they are."""
+    runs = []
+    for seed in seeds:
+        for flow in flows:
+            words = (f"experiment={experiment}", *FLOWS[flow], f"data.seed={seed}", *extra)
+            runs.append(Run(free_name(f"{experiment}-{flow}-seed{seed}", words, keep), words))
+    return runs
+
+
+def free_name(name: str, words: tuple[str, ...], keep: Path) -> str:
+    """`name`, `name-2`, ...: the first that is not kept yet, or that was made by the same words."""
+    tries = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(each for each in tries if not (keep / each).is_dir() or kept_words(keep / each) == clean_words(words))
+
+
+def kept_words(folder: Path) -> list[str] | None:
+    file = folder / WORDS
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def is_finished(folder: Path) -> bool:
+    """Whether a kept run has done all its steps."""
     if not (folder / METRICS).is_file() or not (folder / CONFIG).is_file():
         return False
     try:
@@ -95,33 +117,36 @@ def start(run: Run, root: Path, log: Path) -> None:
 
 
 def keep(run: Run, root: Path, target: Path, side_by_side: int) -> dict:
-    """Copy what the report needs, small and without this machine's paths; returns the run's record."""
+    """Copy what the report needs, small, without this machine's paths and without credentials; returns the run's record."""
     folder, kept = root / run.name, target / run.name
     kept.mkdir(parents=True, exist_ok=True)
-    local = {str(root.absolute()): "runs", f"{Path.cwd()}/": "", str(run.temporary): "/tmp/ray"}
-    for name in (CONFIG, STARTS, FAILURE):
+    names = {str(root.absolute()): "runs", str(run.temporary): "ray"}
+    (kept / WORDS).write_text(json.dumps(clean_words(run.words)) + "\n")
+    if (folder / CONFIG).is_file():
+        config = clean(yaml.safe_load((folder / CONFIG).read_text()), names)
+        (kept / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    for name in (STARTS, FAILURE):
         if (folder / name).is_file():
-            text = (folder / name).read_text()
-            for path, instead in local.items():
-                text = text.replace(path, instead)
-            (kept / name).write_text(text)
+            lines = [json.dumps(clean(json.loads(line), names)) for line in (folder / name).read_text().splitlines()]
+            (kept / name).write_text("".join(f"{line}\n" for line in lines))
     steps = read_run(folder / METRICS) if (folder / METRICS).is_file() else {}
     lines = [
         json.dumps({"step": step, "data": {k: _rounded(v) for k, v in data.items() if KEPT.match(k)}})
         for step, data in steps.items()
     ]
     (kept / METRICS).write_text("".join(f"{line}\n" for line in lines))
-    figures = summarize(steps)
+    summary = summarize(steps)
     record = {
         "run": run.name,
-        "words": run.words,
+        "words": clean_words(run.words),
         "exit": run.process.returncode,
         "seconds": round(time.monotonic() - run.began, 1),
         "side_by_side": side_by_side,
-        "steps": figures.steps,
-        "accuracy_before": figures.accuracy_before,
-        "accuracy_after": figures.accuracy_after,
-        "k3_kl": figures.k3_kl,
+        "steps": summary.steps,
+        "accuracy_before": summary.accuracy_before,
+        "accuracy_after": summary.accuracy_after,
+        "k3_kl": summary.k3_kl,
+        "k3_kl_by_step": {step: _rounded(figures(data).k3_kl) for step, data in steps.items()},
     }
     with (kept / "records.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -173,7 +198,8 @@ def stop(runs: list[Run]) -> None:
 def finish(run: Run, args: argparse.Namespace) -> dict:
     record = keep(run, args.out, args.keep, args.side_by_side)
     shutil.rmtree(run.temporary, ignore_errors=True)  # Ray's last processes may still be writing
-    print("ended    " + json.dumps({key: value for key, value in record.items() if key != "words"}), flush=True)
+    shown = {key: value for key, value in record.items() if key not in ("words", "k3_kl_by_step")}
+    print("ended    " + json.dumps(shown), flush=True)
     return record
 
 
@@ -210,10 +236,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    extra = [*(["hardware=side_by_side"] if args.side_by_side > 1 else []), *args.overrides]
+    chosen = any(word.partition("=")[0].lstrip("+") == "hardware" for word in args.overrides)
+    extra = [*(["hardware=side_by_side"] if args.side_by_side > 1 and not chosen else []), *args.overrides]
     args.out.mkdir(parents=True, exist_ok=True)
     args.keep.mkdir(parents=True, exist_ok=True)
-    runs = planned(args.experiment, args.flows, args.seeds, extra)
+    runs = planned(args.experiment, args.flows, args.seeds, extra, args.keep)
     done = [run for run in runs if is_finished(args.keep / run.name)]
     for run in done:
         print(f"finished {run.name}: skipped (delete {args.keep / run.name} to run it again)")

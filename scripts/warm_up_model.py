@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from make_tiny_model import TINY_SIZE, Size, make_model, refuse_other_folders, save
+from make_tiny_model import TINY_SIZE, make_model, refuse_other_folders, save
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from jetrl.data import TaskConfig, load_task
@@ -29,6 +29,7 @@ from jetrl.data.chain import working
 from jetrl.data.models import TINY, resolve_model_path
 from jetrl.data.reward import compute_score
 from jetrl.data.sources import Problem, generate, problem_stream
+from jetrl.small_qwen3 import Size
 
 SIZES = {
     "tiny": TINY_SIZE,  # 1.4 M: for tests and CPUs

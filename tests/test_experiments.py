@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from launch_for_tests import composed, words
 
+from jetrl.errors import UserError
 from jetrl.launch import sweep
 from jetrl.launch.args import options, parse
+from jetrl.launch.compose import compose_job
 from jetrl.reporting.groups import is_seed
 from jetrl.reporting.runs import load_runs
 
@@ -46,14 +48,25 @@ def test_the_length_is_one_dial(tmp_path):
     assert cfg.actor_rollout_ref.rollout.max_model_len == 4096 + cfg.data.max_prompt_length
 
 
+@pytest.mark.parametrize(
+    ("experiment", "script_name"), [("chain_long", "warm_up_model.py"), ("smollm2_gsm", "convert_smollm2.py")]
+)
+def test_on_a_fresh_checkout_an_experiment_names_the_script_that_makes_its_model(
+    tmp_path, monkeypatch, experiment, script_name
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"is not made yet; run `python scripts/{script_name} .*--out models/"):
+        compose_job(parse([f"experiment={experiment}", "hardware=cpu"]))
+
+
 def test_an_experiments_name_stands_for_what_it_chooses(tmp_path):
     line = words(tmp_path, "experiment=chain_long", "algorithm=grpo,grpo_tis", "precision=bf16", "data.seed=0,1")
     names = [job.cfg.run.name for job in sweep.expand(parse(["-m", *line]))]
     assert names[0] == "chain_long-grpo-bf16-seed=0" and names[3] == "chain_long-grpo_tis-bf16-seed=1"
 
 
-def test_runs_are_planned_seed_by_seed_and_differ_in_flow_and_seed_only():
-    runs = script.planned("chain_short", ["bf16", "unified_fp8_tis"], [0, 1], ["task.length=128"])
+def test_runs_are_planned_seed_by_seed_and_differ_in_flow_and_seed_only(tmp_path):
+    runs = script.planned("chain_short", ["bf16", "unified_fp8_tis"], [0, 1], ["task.length=128"], tmp_path)
     assert [run.name.partition("-")[2] for run in runs] == [
         "bf16-seed0", "unified_fp8_tis-seed0", "bf16-seed1", "unified_fp8_tis-seed1",
     ]  # fmt: skip
@@ -90,8 +103,44 @@ def test_what_is_kept_is_small_has_no_local_path_and_opens_in_the_report(tmp_pat
     assert str(Path.cwd()) not in (kept / "demo" / "config.yaml").read_text()
     assert script.is_finished(kept / "demo")
     assert load_runs([str(kept)])[0][0].last_step == 3
+    assert record["k3_kl_by_step"] == {1: 1e-4, 2: 1e-4, 3: 1e-4}
     script.keep(run, root, kept, side_by_side=4)
     assert len((kept / "demo" / "records.jsonl").read_text().splitlines()) == 2  # a second start adds a line
+
+
+def test_other_words_make_another_run_and_the_same_words_find_theirs(tmp_path):
+    run, root = finished_run(tmp_path)
+    kept = tmp_path / "kept"
+    script.keep(run, root, kept, side_by_side=1)
+    assert script.free_name("demo", run.words, kept) == "demo"
+    assert script.is_finished(kept / "demo")  # so this one is skipped, and the next is not
+    longer = (*run.words, "task.length=128")
+    assert script.free_name("demo", longer, kept) == "demo-2"
+    script.keep(script.Run("demo-2", longer, run.process, "/tmp/jxabc"), root, kept, side_by_side=1)
+    assert script.free_name("demo", longer, kept) == "demo-2"
+    assert script.free_name("demo", ("other",), kept) == "demo-3"
+
+
+def test_a_kept_record_has_no_path_and_no_credential(tmp_path):
+    run, root = finished_run(tmp_path)
+    folder = root / "demo"
+    (folder / "config.yaml").write_text(
+        "trainer: {total_training_steps: 3, tracker_api_key: abc123}\n"
+        "ray_kwargs: {env_vars: {HF_TOKEN: abc123, NCCL_DEBUG: WARN}}\n"
+        "actor_rollout_ref: {actor: {ppo_max_token_len_per_gpu: 64}, model: {path: /somewhere/else/m}}\n"
+    )
+    (folder / "starts.jsonl").write_text(
+        json.dumps({"command": f"python -m jetrl.train run.dir={root}/demo x.password=abc123 y=/somewhere/else/z"})
+    )
+    (folder / "failure.json").write_text('{"type": "OSError", "message": "no file in /somewhere/else/m."}')
+    words = ("experiment=chain_short", f"model={Path.cwd()}/models/m", "+x.secret=abc123", "y=/somewhere/else/z")
+    script.keep(script.Run("demo", words, run.process, "/tmp/jxabc"), root, tmp_path / "kept", side_by_side=1)
+    texts = {file.name: file.read_text() for file in (tmp_path / "kept" / "demo").iterdir()}
+    for name, text in texts.items():
+        assert not any(bad in text for bad in ("abc123", "/somewhere", str(tmp_path), str(Path.cwd()))), name
+    assert json.loads(texts["words.json"]) == ["experiment=chain_short", "model=models/m", "y=.../z"]
+    assert "run.dir=runs/demo" in texts["starts.jsonl"] and "NCCL_DEBUG" in texts["config.yaml"]
+    assert "ppo_max_token_len_per_gpu: 64" in texts["config.yaml"]
 
 
 def test_a_partial_run_is_not_skipped(tmp_path):
@@ -111,7 +160,7 @@ def test_the_time_limit_stops_what_runs_and_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "start", start)
     monkeypatch.setattr(script, "STAGGER_SECONDS", 0.0)
     args = argparse.Namespace(side_by_side=1, seconds=0.5, out=tmp_path / "runs", keep=tmp_path / "kept")
-    records = script.run_all(script.planned("chain_short", ["bf16"], [0, 1], []), args)
+    records = script.run_all(script.planned("chain_short", ["bf16"], [0, 1], [], args.keep), args)
     assert [record["exit"] for record in records] == [-15]
     assert records[0]["steps"] == 0
 

@@ -1,7 +1,5 @@
 """The model and the precision variants of the learning comparison."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -9,6 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from jetrl.convert import convert
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import PrecisionAssignment
+from jetrl.small_qwen3 import Size, qwen3_config
 
 from . import stream
 
@@ -23,33 +22,12 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Size:
-    """Widths in elements. `full` has 101 million parameters, all but 0.5 million of them in FP8 linear layers."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-SIZES = {"full": Size(1024, 3072, 8, 8, 4, 128), "tiny": Size(128, 256, 2, 2, 1, 64)}
+# `full` has 101 million parameters, all but 0.5 million of them in FP8 linear layers.
+SIZES = {"full": Size(1024, 3072, 8, 8, 4, 128), "tiny": Size(128, 256, 2, 2, 1)}
 
 
 def config(size: Size, length: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=stream.VOCABULARY,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=length,
-        tie_word_embeddings=False,
-    )
+    return qwen3_config(size, stream.VOCABULARY, length)
 
 
 def initial_weights(size: Size, length: int, seed: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,12 @@ PACKAGED = "pkg://"
 TINY = PACKAGED + "jetrl.assets.tiny"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 REMOTE = ("hdfs://", "s3://")
+# Where the checkout's scripts write models (no owner on the hub is called that) -> what makes one there, by its name.
+MADE = "models/"
+MAKERS = {
+    "smollm2": "python scripts/convert_smollm2.py --out {path}",
+    "": "python scripts/warm_up_model.py --length <task.length> --out {path}",
+}
 
 
 def resolve_model_path(path: str) -> str:
@@ -17,7 +23,8 @@ def resolve_model_path(path: str) -> str:
 
     "pkg://package.folder" becomes that folder's path, an existing local folder its absolute path; a hub id
     ("owner/name") and a remote address stay as they are. Raises UserError for a local path that does not exist or is
-    no model folder, and for a hub id that is not in the cache while the hub is switched off.
+    no model folder, for a folder that a script has yet to make, and for a hub id that is not in the cache while the hub
+    is switched off.
     """
     path = str(path)
     if path.startswith(PACKAGED):
@@ -29,6 +36,9 @@ def resolve_model_path(path: str) -> str:
         if not (folder / "config.json").is_file():
             raise UserError(f"actor_rollout_ref.model.path={path} has no config.json; give a Hugging Face model folder")
         return str(folder.resolve())
+    if path.startswith(MADE):
+        maker = next(command for name, command in MAKERS.items() if path.removeprefix(MADE).startswith(name))
+        raise UserError(f"actor_rollout_ref.model.path={path} is not made yet; run `{maker.format(path=path)}` first")
     if not HUB_ID.fullmatch(path):
         raise UserError(
             f"actor_rollout_ref.model.path={path} does not exist; give an existing model folder, a hub id like "

@@ -39,7 +39,8 @@ def compose_job(
     if automatic:
         choices["precision"] = exact.EXACT
     check_choices(choices)
-    choices.setdefault("hardware", default_hardware())
+    if "hardware" not in choices:  # only then: it imports torch
+        choices["hardware"] = default_hardware()
     cfg = _hydra(CommandLine(choices=choices, overrides=line.overrides))
     if automatic and (chosen := exact.resolve_auto(cfg)) != exact.EXACT:
         cfg = _hydra(CommandLine(choices=choices | {"precision": chosen}, overrides=line.overrides))

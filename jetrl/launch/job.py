@@ -20,6 +20,7 @@ from jetrl.errors import JobError, UserError
 from jetrl.launch import checkpoints, metrics_log
 from jetrl.launch.config import RunConfig, run_config, steps_per_epoch
 from jetrl.launch.console import Console
+from jetrl.launch.early_worker import EarlyWorker
 from jetrl.launch.processes import Orphans
 from jetrl.launch.provenance import record_start
 from jetrl.launch.wiring import METRICS
@@ -49,10 +50,11 @@ def run_job(
     run_dir: Path,
     stream: TextIO | None = None,
     command: Callable[[Path], list[str]] = worker_command,
+    early: EarlyWorker | None = None,
 ) -> int:
     """Run a job that has passed preflight.check, in a child process, until it ends.
 
-    command: from the written configuration to the child's command line.
+    command: from the written configuration to the child's command line. early: a child that has started already.
     Returns 0, or 130 after Ctrl-C or SIGTERM. Raises JobError, with the job's own last error, when it failed, and
     UserError where another job is using the folder.
     """
@@ -74,7 +76,7 @@ def run_job(
             return 0
         (run_dir / CONFIG).write_text(OmegaConf.to_yaml(cfg, resolve=True))
         record_start(cfg, run_dir)
-        code = _supervise(command(run_dir / CONFIG), run_dir, console, lock, total)
+        code = _supervise(command(run_dir / CONFIG), run_dir, console, lock, total, early)
         if code == 0:
             figures = metrics_log.summarize(metrics_log.read_run(run_dir / METRICS))
             console.finish(figures, time.monotonic() - began, _written(run_dir))
@@ -168,7 +170,9 @@ def _written(run_dir: Path) -> dict[str, str]:
     return {label: str(run_dir / name) for label, name in names.items() if (run_dir / name).exists()}
 
 
-def _supervise(command: list[str], run_dir: Path, console: Console, lock: int, total: int) -> int:
+def _supervise(
+    command: list[str], run_dir: Path, console: Console, lock: int, total: int, early: EarlyWorker | None
+) -> int:
     """Start the child, show what it does, and leave no process of it behind."""
     log_file = run_dir / LOG
     orphans = Orphans()
@@ -177,7 +181,8 @@ def _supervise(command: list[str], run_dir: Path, console: Console, lock: int, t
     child = None
     try:
         with log_file.open("ab") as log:
-            child = subprocess.Popen(
+            child = early.hand_over(run_dir / CONFIG, log.fileno(), lock) if early is not None else None
+            child = child or subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

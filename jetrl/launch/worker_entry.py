@@ -1,12 +1,15 @@
 """The child process of one job: `python -m jetrl.launch.worker_entry <config.yaml>`.
 
 A process of its own because VeRL never shuts Ray down, and because everything Ray, vLLM and VeRL print belongs in the
-run's log. How it failed is left for the parent in `failure.json`.
+run's log. How it failed is left for the parent in `failure.json`. With `--wait <socket>` it imports first and gets the
+configuration's path, its log and the run's lock afterwards (early_worker.py).
 """
 
 import ctypes
 import json
+import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +17,19 @@ from types import TracebackType
 from omegaconf import OmegaConf
 
 FAILURE = "failure.json"
+WAIT = "--wait"
 PR_SET_PDEATHSIG = 1
+LONGEST_PATH = 4096
 
 
 def main(argv: list[str]) -> None:
-    config_file = Path(argv[0])
     die_with_parent()
+    if argv[0] == WAIT:
+        import verl.trainer.main_ppo  # noqa: F401
+
+        config_file = _wait(int(argv[1]))
+    else:
+        config_file = Path(argv[0])
     sys.excepthook = _Report(config_file.parent / FAILURE)
     cfg = OmegaConf.load(config_file)
 
@@ -28,9 +38,24 @@ def main(argv: list[str]) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
+    from jetrl.launch import local_ray
+
     auto_set_device(cfg)
     validate_config(cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+    local_ray.start(cfg)
     run_ppo(cfg, task_runner_class=TaskRunnerV1)
+
+
+def _wait(fileno: int) -> Path:
+    """Until the parent sends the job; ends the process when the parent has none."""
+    with socket.socket(fileno=fileno) as parent:
+        text, handles, _, _ = socket.recv_fds(parent, LONGEST_PATH, 2)
+    if not text:
+        sys.exit(0)
+    log, _lock = handles  # the lock stays open, and is held as long as this process lives
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return Path(text.decode())
 
 
 class _Report:
