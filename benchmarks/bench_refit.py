@@ -34,7 +34,7 @@ from turns import serve, start
 PATHS = {"bf16 -> bf16": ("bf16", "bf16"), "bf16 -> jetrl": ("jetrl", "bf16"), "fp8 -> jetrl": ("jetrl", "fp8")}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "cpu" goes through shared memory, as VeRL does there
 BUCKET_MB = 2048 if DEVICE == "cuda" else 64  # VeRL's default
-READY_SECONDS, REFIT_SECONDS = 300, 60
+REFIT_SECONDS = 60 if DEVICE == "cuda" else 600  # a question's limit
 
 
 def trainer_weights(config: dict) -> dict[str, torch.Tensor]:
@@ -235,6 +235,9 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=0)
     parser.add_argument("--cycle-shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--seconds", type=float, default=3600, help="no ten cycles begin later than this")
+    parser.add_argument(
+        "--ready-seconds", type=float, default=240, help="an engine that has not started by then is left out"
+    )
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--second-gpu", action="store_true", help="the engine runs on another GPU than the trainer")
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
@@ -292,7 +295,7 @@ def _start(arguments: argparse.Namespace, names: list[str]) -> dict:
     words += ["--repeats", str(arguments.repeats), *["--second-gpu"] * arguments.second_gpu]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []
     logs = (arguments.out or Path(tempfile.mkdtemp())) / "refit"
-    found = start(names, lambda child: [*words, "--child", child], logs, READY_SECONDS)
+    found = start(names, lambda child: [*words, "--child", child], logs, arguments.ready_seconds)
     return {name: process for name, (process, *_) in found.items()}
 
 

