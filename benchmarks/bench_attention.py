@@ -1,10 +1,10 @@
 """Trainer operators around the linears: packed attention by backend, rotary, q/k norm with rotary, a token's log-prob.
 
-    python benchmarks/bench_attention.py [--out FOLDER]
+    python benchmarks/bench_attention.py [--only backward attention row_wise] [--out FOLDER]
 
 Attention: 32 query heads, 8 KV heads, head size 128, BF16, causal; forward and backward in milliseconds, eager calls
 (a training step launches them so), and TFLOP/s counted as 4 * heads * size * sum(n^2 / 2) forward and 2.5 times that
-backward. Row-wise operators: microseconds by CUDA graph and the share of the copy bandwidth over bytes that must move.
+backward. Backward kernels that could follow FA3's forward: torch's flash 2 and cuDNN's. Row-wise operators: microseconds by CUDA graph and the share of the copy bandwidth over bytes that must move.
 """
 
 import argparse
@@ -40,13 +40,12 @@ def _milliseconds(call, repeats: int = 10) -> float:
     return statistics.median(times)
 
 
-def attention_rows() -> list[dict]:
+def attention_rows(keep) -> None:
     obstacles = {
         "jetrl_fa3": fa3_obstacle(),
         "jetrl_fa2": None if importlib.util.find_spec("flash_attn") else "flash_attn is not installed",
         "jetrl_varlen": None,
     }
-    rows = []
     for label, lengths in PACKS.items():
         tokens = sum(lengths)
         packing = packing_of(torch.cat([torch.arange(n, device="cuda") for n in lengths]).unsqueeze(0), 1)
@@ -54,9 +53,10 @@ def attention_rows() -> list[dict]:
         k, v = (torch.randn(tokens, KV_HEADS, SIZE, device="cuda", dtype=BF16).requires_grad_() for _ in range(2))
         grad = torch.randn(tokens, HEADS, SIZE, device="cuda", dtype=BF16)
         flops = 4 * HEADS * SIZE * sum(n * n / 2 for n in lengths)
-        for name, attend in backends.BACKENDS.items():
-            if obstacles[name]:
-                print(f"{name}: {obstacles[name]}")
+        for name, obstacle in obstacles.items():
+            attend = backends.BACKENDS[name]
+            if obstacle:
+                print(f"{name}: {obstacle}")
                 continue
             for deterministic in (False, True):
                 torch.use_deterministic_algorithms(deterministic)
@@ -64,7 +64,7 @@ def attention_rows() -> list[dict]:
                 out = attend(q, k, v, packing, SIZE**-0.5, -1)
                 backward = _milliseconds(partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True))
                 torch.use_deterministic_algorithms(False)
-                rows.append(
+                keep(
                     {
                         "pack": label,
                         "backend": name,
@@ -75,18 +75,153 @@ def attention_rows() -> list[dict]:
                         "backward_tflops": 2.5 * flops / backward / 1e9,
                     }
                 )
-    return rows
 
 
-def row_wise_rows() -> list[dict]:
+def _inputs(lengths: tuple[int, ...], heads: int = HEADS, kv_heads: int = KV_HEADS):
+    """q, k, v, gradient of the output, and where the sequences are."""
+    tokens = sum(lengths)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, grad = (torch.randn(tokens, heads, SIZE, device="cuda", dtype=BF16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(tokens, kv_heads, SIZE, device="cuda", dtype=BF16, generator=generator) for _ in range(2))
+    positions = torch.cat([torch.arange(n, device="cuda") for n in lengths]).unsqueeze(0)
+    return q, k, v, grad, packing_of(positions, 1)
+
+
+def _fa3_forward(q, k, v, packing):
+    """FA3's output (T, H, D) and log-sum-exp (H, T), as the trainer keeps them."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    cu, longest = packing.cu_seqlens, packing.longest
+    return flash_attn_varlen_func(
+        q, k, v, max_seqlen_q=longest, cu_seqlens_q=cu, max_seqlen_k=longest, cu_seqlens_k=cu, softmax_scale=SIZE**-0.5,
+        causal=True, return_softmax_lse=True, num_splits=1, fa_version=3,
+    )  # fmt: skip
+
+
+def _seed(device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _flash2(q, k, v, out, lse, grad, packing):
+    cu, longest = packing.cu_seqlens, packing.longest
+    seed, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2))
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, seed, unused, scale=SIZE**-0.5
+    )
+
+
+def _cudnn_packed(q, k, v, out, lse, grad, packing):
+    """cuDNN's backward for packed sequences; its log-sum-exp has a row for each token. (T, H, D), as torch 2.11 passes them
+    on; torch reads the longest sequence off dimension 2, so an answer that is wrong is what the error column is for."""
+    cu, longest = packing.cu_seqlens, packing.longest
+    return torch.ops.aten._cudnn_attention_backward(
+        grad, q, k, v, out, lse.t().contiguous().unsqueeze(-1), _seed(q.device), _seed(q.device), None, cu, cu,
+        longest, longest, 0.0, True, scale=SIZE**-0.5,
+    )  # fmt: skip
+
+
+def _cudnn_rows(repeat: bool):
+    """cuDNN's backward for a batch of equally long sequences, (B, H, S, D) with the strides of (B, S, H, D).
+
+    repeat: K and V repeated for every query head, and their gradients summed, where cuDNN refuses shared heads.
+    """
+
+    def backward(q, k, v, out, lse, grad, packing):
+        batch, length = len(packing.cu_seqlens) - 1, packing.longest
+        if batch * length != len(q):
+            raise ValueError("sequences of different lengths")
+        group = q.shape[1] // k.shape[1] if repeat else 1
+        kr, vr = (t.repeat_interleave(group, 1) if repeat else t for t in (k, v))
+        rows = [t.unflatten(0, (batch, length)).transpose(1, 2) for t in (grad, q, kr, vr, out)]
+        stats = lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()  # (B, H, S)
+        dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
+            *rows, stats, _seed(q.device), _seed(q.device), None, None, None, length, length, 0.0, True,
+            scale=SIZE**-0.5,
+        )  # fmt: skip
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in (dq, dk, dv)]
+        summed = [t.unflatten(1, (-1, group)).float().sum(2).to(t.dtype) if repeat else t for t in flat[1:]]
+        return flat[0], *summed
+
+    return backward
+
+
+def _cudnn_nested(q, k, v, out, lse, grad, packing):
+    """Packed sequences by torch's public attention on nested tensors, K and V repeated: forward and backward cuDNN's own.
+
+    out and lse are not used: it says what cuDNN takes for packed sequences where nothing but its own forward fits.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    group, longest = q.shape[1] // k.shape[1], packing.longest
+    parts = (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    nested = [
+        torch.nested.nested_tensor_from_jagged(t, packing.cu_seqlens.long(), max_seqlen=longest).requires_grad_()
+        for t in parts
+    ]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        y = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in nested), is_causal=True, scale=SIZE**-0.5
+        )
+    dq, dk, dv = (t.values() for t in torch.autograd.grad(y.transpose(1, 2).values(), nested, grad))
+    return dq, *(t.unflatten(1, (-1, group)).float().sum(2).to(t.dtype) for t in (dk, dv))
+
+
+BACKWARDS = {
+    "torch flash 2, packed": _flash2,
+    "cuDNN, equal lengths": _cudnn_rows(repeat=False),
+    "cuDNN, equal lengths, K and V repeated": _cudnn_rows(repeat=True),
+    "cuDNN, nested, with its own forward": _cudnn_nested,
+}
+# Last of all: a kernel that is told of shorter sequences than there are may leave the GPU unusable for the process.
+DOUBTFUL = {"cuDNN, packed": _cudnn_packed}
+# Lengths of the comparison with float64: equal ones beyond one tile, and mixed ones.
+SMALL = {"2 x 300": (300, 300), "300 + 77 + 129": (300, 77, 129)}
+
+
+def _float64(q, k, v, grad, packing) -> tuple[torch.Tensor, ...]:
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out = backends.reference(*leaves, packing, SIZE**-0.5, -1)
+    return torch.autograd.grad(out, leaves, grad.double())
+
+
+def backward_rows(kernels: dict, keep) -> None:
+    """Each backward fed with FA3's output and log-sum-exp: error, determinism, milliseconds. keep: gets every row.
+
+    error: largest over dq, dk, dv of max |difference| / max |gradient|, against float64. What a backend refuses is its row.
+    """
+    for name, backward in kernels.items():
+        row = {"backward": name}
+        for label, lengths in SMALL.items():
+            try:
+                q, k, v, grad, packing = _inputs(lengths, 8, 2)
+                out, lse = _fa3_forward(q, k, v, packing)
+                exact = _float64(q, k, v, grad, packing)
+                got, again = (backward(q, k, v, out, lse, grad, packing) for _ in range(2))
+                torch.cuda.synchronize()
+                errors = [(g.double() - e).abs().max() / e.abs().max() for g, e in zip(got, exact, strict=True)]
+                row[f"error {label}"] = max(errors).item()
+                row[f"same bits again {label}"] = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+            except Exception as e:  # noqa: BLE001  what a build of torch or cuDNN refuses is the finding
+                row[f"error {label}"] = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+        for label in ("8 x 2048", "2 x 8192"):
+            try:
+                q, k, v, grad, packing = _inputs(PACKS[label])
+                out, lse = _fa3_forward(q, k, v, packing)
+                row[f"ms {label}"] = _milliseconds(partial(backward, q, k, v, out, lse, grad, packing))
+            except Exception as e:  # noqa: BLE001
+                row[f"ms {label}"] = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+        print(row, flush=True)
+        keep(row)
+
+
+def row_wise_rows(keep) -> None:
     bandwidth = copy_bandwidth()
     jetrl = torch.ops.jetrl
-    rows = []
 
     def measure(name, tokens, size, make, call):
         sets = [make() for _ in range(input_sets(size))]
         timing = time_calls([lambda s=s: call(*s) for s in sets])
-        rows.append(
+        keep(
             {
                 "operator": name,
                 "tokens": tokens,
@@ -137,17 +272,29 @@ def row_wise_rows() -> list[dict]:
             "token_logprobs_backward", tokens, 2 * size, logits,
             lambda x, i, t, lse=lse, g=grad: jetrl.token_logprobs_backward(g, x, i, t, lse, vocab),
         )  # fmt: skip
-    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("backward", "attention", "row_wise"), nargs="+", help="default: all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    attention, row_wise = attention_rows(), row_wise_rows()
-    print_table(attention)
-    print_table(row_wise)
-    write_results("attention", attention, args.out, row_wise=row_wise)
+    found: dict[str, list[dict]] = {"attention": [], "row_wise": [], "backward": []}
+
+    def keep(part: str, row: dict) -> None:
+        found[part].append(row)
+        write_results("attention", found["attention"], args.out, row_wise=found["row_wise"], backward=found["backward"])
+
+    parts = (
+        ("backward", partial(backward_rows, BACKWARDS)),
+        ("attention", attention_rows),
+        ("row_wise", row_wise_rows),
+        ("backward", partial(backward_rows, DOUBTFUL)),
+    )
+    for part, measure in parts:
+        if args.only is None or part in args.only:
+            measure(partial(keep, part))
+            print_table(found[part])
 
 
 if __name__ == "__main__":

@@ -119,11 +119,12 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        leaves = [t.detach().to(torch.float32).requires_grad_() for t in ctx.saved_tensors]
+        saved = ctx.saved_tensors  # once: gradient checkpointing refuses a second look
+        leaves = [t.detach().to(torch.float32).requires_grad_() for t in saved]
         with torch.enable_grad():
             out = reference(*leaves, ctx.packing, ctx.scale, -1)
         gradients = torch.autograd.grad(out, leaves, grad.to(torch.float32))
-        return *(g.to(t.dtype) for g, t in zip(gradients, ctx.saved_tensors, strict=True)), None, None
+        return *(g.to(t.dtype) for g, t in zip(gradients, saved, strict=True)), None, None
 
 
 def rows(q, k, v, packing: Packing, scale: float, window: int) -> torch.Tensor:
