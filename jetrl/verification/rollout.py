@@ -14,6 +14,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.launch import preflight
+from jetrl.precision.flow import load_flow
 from jetrl.verification.child import run_child
 from jetrl.verification.points import LOG_SOFTMAX, PointRows, PointStore
 from jetrl.verification.prompts import make_prompts
@@ -52,7 +53,8 @@ def main(folder: str, step: str) -> None:
     if observe:
         observed = _observed(run, engine, options)
         torch.save(observed, space.layers)
-        if observed and options.mutations:
+        flow = load_flow(cfg.actor_rollout_ref.model.override_config.jetrl_flow)
+        if observed and options.mutations and flow.unified:
             torch.save(_mutated(engine, cfg.actor_rollout_ref.rollout, observed["tokens"]), space.mutated)
     else:
         run.finish()
