@@ -8,7 +8,7 @@ from jetrl.fusion import FusionReport, fuse
 from jetrl.fusion.stock import stock_forward
 from jetrl.linear import Float8Linear
 from jetrl.precision.graph import PrecisionGraph
-from jetrl.weight_cache import CachePolicy
+from jetrl.weight_cache import CachePolicy, watch_loads
 
 __all__ = ["ConversionReport", "convert", "stock_forward"]
 
@@ -36,6 +36,8 @@ class ConversionReport:
             text += f"; {len(self.fusion.fused)} decoder layers fused"
         for reason, names in _by_reason(self.fusion.kept):
             text += f"; {len(names)} decoder layers not fused ({reason}: {_abbreviate(names)})"
+        for reason, names in _by_reason(self.fusion.stock_norms):
+            text += f"; {len(names)} norms not shared with the rollout ({reason}: {_abbreviate(names)})"
         return text
 
 
@@ -59,6 +61,7 @@ def convert(
             report.kept[name] = "BF16 in the precision graph"
         else:
             Float8Linear.from_linear(module, fmt, policy)
+            watch_loads(module)
             report.swapped.append(name)
     if wanted:
         raise ValueError(

@@ -3,8 +3,14 @@
 A weight is the same in all micro-batches of an optimizer step, so its codes can be made once per step, where memory allows
 one byte a parameter for fprop and one for dgrad. Who changes weights says so: `weights_changed()` starts a new generation
 and frees every copy of the old one. Nothing is kept before the first such call, so a program that never calls it gets
-codes made from the weights in every pass and can hold none that are stale. A weight that is a parameter of its own (not a
-view that FSDP gathers for a pass) also counts its in-place changes, and a change drops its copies without a call.
+codes made from the weights in every pass and can hold none that are stale. What changes weights without a call:
+
+- an optimizer's step, a `load_state_dict` of the model or of a part of it (`watch_loads`): every copy is dropped;
+- other storage (`param.data = x`, `load_state_dict(assign=True)`, moves between devices, storage that FSDP makes anew):
+  copies belong to the storage they were made from, and FSDP gathers into the same one in every pass;
+- a change in place of a parameter of its own, by its version counter. What FSDP gathers counts no versions.
+
+A write through an alias that hides it from the counter (`param.data.mul_(2)`) cannot be seen: it has to be announced.
 
 Copies are attributes of no module: they are in no state_dict, and neither copied nor saved with a model.
 """
@@ -16,6 +22,8 @@ from collections.abc import Sequence
 import jetrl_kernels.ops  # noqa: F401  (registers torch.ops.jetrl)
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetrl.errors import UserError
 
@@ -40,8 +48,21 @@ def weights_changed(moved: bool = False) -> None:
     global _generation, _moves
     _generation += 1
     _moves += moved
+    _drop()
+
+
+def watch_loads(module: nn.Module) -> None:
+    """Drop every kept copy when `module`, or a module around it, loads a state_dict."""
+    module.register_load_state_dict_post_hook(_drop)
+
+
+def _drop(*_) -> None:
     for holder in list(_holders):
         holder.clear()
+
+
+# No generation begins with it: `auto` counts steps that the job announces, and this one may be another model's.
+register_optimizer_step_post_hook(_drop)
 
 
 class CachePolicy:
@@ -114,7 +135,7 @@ class WeightCodes:
 
     def _get(self, use: str, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         keep = self.policy.keeps(weights[0].device)
-        key = (_generation, *(_changes(w) for w in weights)) if keep else None
+        key = (_generation, *(_identity(w) for w in weights)) if keep else None
         kept = self._kept.get(use)
         if keep and kept is not None and kept[0] == key:
             return kept[1]
@@ -124,8 +145,10 @@ class WeightCodes:
         return codes
 
 
-def _changes(weight: torch.Tensor) -> int:
-    return weight._version if isinstance(weight, nn.Parameter) and not weight.is_inference() else -1
+def _identity(weight: torch.Tensor) -> tuple:
+    """Equal for one weight whose values are the same. A storage's reference keeps its address from being given to another."""
+    version = weight._version if isinstance(weight, nn.Parameter) and not weight.is_inference() else -1
+    return StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), version
 
 
 def _quantize(use: str, weights: Sequence[torch.Tensor], scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

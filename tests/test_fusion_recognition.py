@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 from checkpoints_for_tests import VOCAB, build_model
-from fusion_for_tests import assignment, build, one_by_one, tokens
+from fusion_for_tests import DEVICE, assignment, build, one_by_one, tokens
 from torch import nn
 
 from jetrl.convert import convert
 from jetrl.errors import UserError
-from jetrl.precision.build_hf import build_training_graph
+from jetrl.fusion.norm import rms_norm
+from jetrl.precision.build_hf import build_training_graph, declare_from_config
+from jetrl.precision.trainer_kernels import trainer_kernels
 
 SIZES = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
 
@@ -52,6 +54,42 @@ def test_a_layer_with_a_linear_in_bf16_keeps_its_forward():
     _, report = build("qwen3", exclude=("model.layers.0.mlp.down_proj",))
     assert report.fusion.fused == ["model.layers.1"]
     assert report.fusion.kept == {"model.layers.0": "not all of its linear layers run in FP8"}
+
+
+@pytest.mark.parametrize(
+    "exclude,fused",
+    [(("model.layers.0.mlp.down_proj",), 1), (("*.down_proj",), 0), (("model.layers.1.*",), 1)],
+    ids=["one", "one of each layer", "a whole layer"],
+)
+def test_norms_beside_linears_in_bf16_are_the_rollouts(exclude, fused):
+    """A unified rollout computes every norm through jetrl.rms_norm, whatever the format of the linears around it."""
+    model, report = build("qwen3", exclude=exclude)
+    assert len(report.fusion.fused) == fused and not report.fusion.stock_norms
+    rollout = declare_from_config(model.config, assignment(exclude=exclude))
+    norms = [o for o in rollout.operators if o.kind == "norm"]
+    assert len(norms) == 9  # four a layer, and the model's
+    kernel_of = trainer_kernels(model)
+    assert [o.name for o in norms if kernel_of(o) is not None] == []
+    # And what runs is that operator: the same bits on the model's own norm and on one inside an unfused layer.
+    unfused = next(layer for layer in model.model.layers if not hasattr(layer, "jetrl_steps"))
+    for norm in (model.model.norm, unfused.self_attn.q_norm, unfused.input_layernorm):
+        x = torch.randn(3, 7, norm.weight.shape[0], device=DEVICE, dtype=torch.bfloat16)
+        assert torch.equal(norm(x), rms_norm(x, norm.weight, norm.variance_epsilon))
+
+
+def test_a_norm_that_computes_something_else_stays_and_the_report_says_so():
+    model = build_model("qwen3")
+    stock = type(model.model.norm)
+
+    class ShiftedRMSNorm(stock):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) + hidden_states
+
+    model.model.norm.__class__ = ShiftedRMSNorm
+    report = convert(model, build_training_graph(model, assignment()))
+    assert report.fusion.stock_norms == {"model.norm": "it computes something else"} and not report.fusion.norms
+    assert type(model.model.norm) is ShiftedRMSNorm
+    assert "1 norms not shared with the rollout (it computes something else: model.norm)" in str(report)
 
 
 def test_recognition_leaves_the_random_state_alone():

@@ -85,6 +85,67 @@ def test_a_load_without_notice_is_seen(generation):
     assert torch.equal(model(ids, use_cache=False).logits, one_by_one(model, ids))
 
 
+def _assign_data(model, other):
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.data = q.data
+
+
+def _assign_state(model, other):
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def _assign_twice(model, other):
+    """Storage that is given back is where an allocator puts the next tensor of that size."""
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.data = torch.empty(0, dtype=p.dtype, device=DEVICE)
+        p.data = q.data.clone()
+
+
+def _load_through_data(model, other):
+    """How FSDP loads: into storage whose changes no parameter of the model counts."""
+    hidden = {name: p.data for name, p in model.named_parameters()}
+    for name, q in other.named_parameters():
+        hidden[name].copy_(q.data)
+    # A part of the model: its layers' hooks run after the copies.
+    model.model.load_state_dict({}, strict=False)
+
+
+def _step_through_data(model, other):
+    """How FSDP's optimizer writes: parameters of its own, of which the model's are views."""
+    twins = [torch.nn.Parameter(p.data) for p in model.parameters()]
+    for t, q in zip(twins, other.parameters(), strict=True):
+        t.grad = t.data - q.data
+    torch.optim.SGD(twins, lr=1.0).step()
+
+
+CHANGES = [_assign_data, _assign_state, _assign_twice, _load_through_data, _step_through_data]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.lstrip("_"))
+def test_every_other_way_to_change_weights_is_seen_without_notice(change, generation):
+    model, _ = build("qwen3", cache="step")
+    weight_cache.weights_changed()
+    ids = tokens()
+    before = model(ids, use_cache=False).logits
+    change(model, build_model("qwen3", seed=5).bfloat16().to(DEVICE))
+    after = model(ids, use_cache=False).logits
+    assert torch.equal(after, one_by_one(model, ids)) and not torch.equal(after, before)
+
+
+def test_codes_of_a_weight_that_moved_and_came_back_are_made_again(generation, monkeypatch):
+    """Offloading that nobody announced: the copies must not outlive the storage that they were made from."""
+    model, _ = build("qwen3", cache="step")
+    weight_cache.weights_changed()
+    ids = tokens()
+    model(ids, use_cache=False)
+    for p in model.parameters():
+        kept = p.data.clone()
+        p.data = torch.empty(0, dtype=p.dtype, device=DEVICE)
+        p.data = kept
+    assert made(monkeypatch, lambda: model(ids, use_cache=False)) == 14
+    assert made(monkeypatch, lambda: model(ids, use_cache=False)) == 0
+
+
 def test_kept_codes_are_in_no_checkpoint_and_are_freed(generation):
     model, _ = build("qwen3", cache="step")
     names = set(model.state_dict())

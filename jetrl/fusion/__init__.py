@@ -3,6 +3,8 @@
 A norm's output exists as FP8 codes only, quantized once for q, k and v (and for gate and up); SiLU-mul feeds the down
 projection and attention's output the o projection in the same way. Forward bits are those of the unfused composition of
 the same operators. `fuse` replaces the forward of the decoder layers that it recognises and says why not for the others.
+A unified rollout computes every RMSNorm through jetrl.rms_norm, beside linears that stay in BF16 as well, so every norm
+outside fused layers is recognised by itself and does the same.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from torch import nn
 
 from jetrl.fusion.layer import swap_layer
 from jetrl.fusion.norm import swap_norm
-from jetrl.fusion.recognise import why_not_fused
+from jetrl.fusion.recognise import why_norm_not_shared, why_not_fused
 from jetrl.linear import Float8Linear
 from jetrl.precision.hf_parts import is_norm
 from jetrl.weight_cache import CachePolicy
@@ -19,16 +21,21 @@ from jetrl.weight_cache import CachePolicy
 
 @dataclass
 class FusionReport:
-    """fused: names of the fused layers; kept: name -> why a layer with FP8 linears keeps its own forward."""
+    """fused: names of the fused layers; kept: name -> why a layer with FP8 linears keeps its own forward.
+
+    norms: names of the norms outside fused layers that compute through jetrl.rms_norm; stock_norms: name -> why one does not.
+    """
 
     fused: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
+    norms: list[str] = field(default_factory=list)
+    stock_norms: dict[str, str] = field(default_factory=dict)
 
 
 def fuse(model: nn.Module, policy: CachePolicy) -> FusionReport:
     """Fuse every decoder layer of `model` (a Hugging Face causal LM with Float8Linear layers) that can be, in place.
 
-    Where any layer is fused, the final norm computes through jetrl.rms_norm as well.
+    Every RMSNorm outside these layers that computes what jetrl.rms_norm computes does so through it.
     """
     report = FusionReport()
     for name, layer in list(model.named_modules()):
@@ -40,9 +47,16 @@ def fuse(model: nn.Module, policy: CachePolicy) -> FusionReport:
             report.fused.append(name)
         else:
             report.kept[name] = reason
-    final_norm = getattr(getattr(model, getattr(model, "base_model_prefix", ""), None), "norm", None)
-    if report.fused and final_norm is not None and is_norm(final_norm) and hasattr(final_norm, "variance_epsilon"):
-        swap_norm(final_norm)
+    inside = tuple(f"{name}." for name in report.fused)
+    for name, module in model.named_modules():
+        if not is_norm(module) or name.startswith(inside):
+            continue
+        reason = why_norm_not_shared(module)
+        if reason is None:
+            swap_norm(module)
+            report.norms.append(name)
+        else:
+            report.stock_norms[name] = reason
     return report
 
 

@@ -6,6 +6,7 @@ compared with that of the composition below. No model is known by its name.
 """
 
 import copy
+import inspect
 import sys
 from functools import partial
 
@@ -39,6 +40,26 @@ _verdicts: dict[tuple, str | None] = {}
 def why_not_fused(layer: nn.Module, config) -> str | None:
     """None where `layer` (a decoder layer with a `self_attn`) can be fused, else the reason, as the end of a sentence."""
     return _form(layer) or _formats(layer) or _arithmetic(layer, config)
+
+
+def why_norm_not_shared(norm: nn.Module) -> str | None:
+    """None where `norm` (see hf_parts.is_norm; its weight may be on the meta device) computes what jetrl.rms_norm does."""
+    eps = getattr(norm, "variance_epsilon", None)
+    if not isinstance(eps, float):
+        return "it has no variance_epsilon"
+    if len(inspect.signature(type(norm).forward).parameters) != 2:
+        return "its forward takes more than one tensor"
+    twin = copy.copy(norm)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight, x = (torch.randn(n, norm.weight.shape[0], generator=generator) for n in (1, 5))
+    twin._parameters = {"weight": nn.Parameter(weight[0], requires_grad=False)}
+    with torch.device("cpu"), torch.no_grad():
+        stock = type(norm).forward(twin, x)
+    return (
+        None
+        if torch.allclose(stock, _normed(x, twin), rtol=TOLERANCE, atol=TOLERANCE)
+        else "it computes something else"
+    )
 
 
 def _form(layer: nn.Module) -> str | None:
@@ -130,23 +151,24 @@ def _record(passed: dict, module: nn.Module, *qkv_mask, **options):
     return eager(module, *qkv_mask, **options)
 
 
+def _normed(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
+
+
 def _composition(layer: nn.Module, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The fused layer's formula in plain torch, without quantization."""
     attention, mlp, d = layer.self_attn, layer.mlp, layer.self_attn.head_dim
-
-    def normed(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, dim=-1)
         return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
-    x = normed(hidden, layer.input_layernorm)
+    x = _normed(hidden, layer.input_layernorm)
     q, k, v = (getattr(attention, n)(x).unflatten(-1, (-1, d)) for n in ATTENTION[:3])
     if hasattr(attention, "q_norm"):
-        q, k = normed(q, attention.q_norm), normed(k, attention.k_norm)
+        q, k = _normed(q, attention.q_norm), _normed(k, attention.k_norm)
     q, k, v = rotated(q.transpose(1, 2)), rotated(k.transpose(1, 2)), v.transpose(1, 2)
     out, _ = attention_function(attention)(attention, q, k, v, None, scaling=attention.scaling, dropout=0.0)
     hidden = hidden + attention.o_proj(out.flatten(2))
-    x = normed(hidden, layer.post_attention_layernorm)
+    x = _normed(hidden, layer.post_attention_layernorm)
     return hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
