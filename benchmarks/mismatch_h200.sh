@@ -4,8 +4,8 @@
 #      graphs), continuous batching, chunked prefill; every operator compared; mutations in both engines
 #   b  the embedded model, preemption forced
 #   c  8192 tokens, two layers of Qwen3-8B's shape
-# All flows of a table run side by side. A table is rewritten after every flow; what is not done in its share of SECONDS
-# (default 600) is killed. What the engines said last is beside the tables.
+# All flows of a table run side by side, and a beside c. A table is rewritten after every flow; what is not done in its share
+# of SECONDS (default 600; a minute of preparation is not counted) is killed. What the engines said last is beside the tables.
 set -u
 OUT=${1:?give a folder for the results}
 SECONDS_ALL=${2:-600}
@@ -35,14 +35,17 @@ COMMON=(hardware=1gpu "+$ROLLOUT.engine_kwargs.vllm.kv_cache_memory_bytes=214748
   $ROLLOUT.max_num_batched_tokens=512 actor_rollout_ref.actor.fsdp_config.param_offload=false
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=false)
 ALL=unified_exact,unified_fp8,fp8_rollout,bf16
-TABLE="python benchmarks/mismatch_table.py --parallel"
-$TABLE --flows $ALL --lengths 256,2048 --prompt-lengths 40,200,7 --sequences 16 --mutations --keep-logs "$OUT/a" \
-  --seconds "$(SHARE 50)" --name mismatch-8b-shape-gpu --out "$OUT/a" -- "actor_rollout_ref.model.path=$WORK/model4" \
-  $ROLLOUT.max_num_seqs=16 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,16]" "${COMMON[@]}" 2>&1 | tee "$OUT/a/out.log"
-$TABLE --flows $ALL --lengths 256,1700,256 --prompt-lengths 100,7,250 --sequences 18 --mutations --keep-logs "$OUT/b" \
-  --seconds "$(SHARE 28)" --name mismatch-gpu --out "$OUT/b" -- --kv-cache-tokens 8192 $ROLLOUT.max_num_seqs=12 \
+TABLE="python benchmarks/mismatch_table.py --parallel --flows $ALL"
+# a and c at once: twelve processes, most of whose time is imports.
+$TABLE --lengths 256,2048 --prompt-lengths 40,200,7 --sequences 16 --mutations --keep-logs "$OUT/a" \
+  --seconds "$(SHARE 62)" --name mismatch-8b-shape-gpu --out "$OUT/a" -- "actor_rollout_ref.model.path=$WORK/model4" \
+  $ROLLOUT.max_num_seqs=16 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,16]" "${COMMON[@]}" > "$OUT/a/out.log" 2>&1 &
+$TABLE --lengths 8192 --prompt-lengths 40,200 --sequences 4 --layer-sequences 0 --keep-logs "$OUT/c" \
+  --seconds "$(SHARE 62)" --name mismatch-8k-gpu --out "$OUT/c" -- "actor_rollout_ref.model.path=$WORK/model2" \
+  $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" "${COMMON[@]}" > "$OUT/c/out.log" 2>&1 &
+wait
+tail -n 100 "$OUT"/[ac]/out.log
+$TABLE --lengths 256,1700,256 --prompt-lengths 100,7,250 --sequences 18 --mutations --keep-logs "$OUT/b" \
+  --seconds "$(SHARE 38)" --name mismatch-gpu --out "$OUT/b" -- --kv-cache-tokens 8192 $ROLLOUT.max_num_seqs=12 \
   "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,12]" "${COMMON[@]}" 2>&1 | tee "$OUT/b/out.log"
-$TABLE --flows $ALL --lengths 8192 --prompt-lengths 40,200 --sequences 4 --layer-sequences 0 --keep-logs "$OUT/c" \
-  --seconds "$(SHARE 22)" --name mismatch-8k-gpu --out "$OUT/c" -- "actor_rollout_ref.model.path=$WORK/model2" \
-  $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" "${COMMON[@]}" 2>&1 | tee "$OUT/c/out.log"
 rm -rf "$WORK"
