@@ -32,6 +32,7 @@ def _run(argv: list[str]) -> int:
         print("\n".join(backend_lines()))
         return 0
     from jetrl.launch import exact
+    from jetrl.precision.architectures import load_config
     from jetrl.precision.check_job import check_job
     from jetrl.precision.job import read_job
 
@@ -40,6 +41,7 @@ def _run(argv: list[str]) -> int:
     job = read_job(cfg)
     if job.train.exact or job.rollout.exact:
         exact.check(cfg, job.flow)
+        exact.check_heads(cfg, job.flow, load_config(job.model_path)[0].to_dict())
     result = check_job(job)
     title = f"{result.job.model_path}: {result.job.flow}"
     if options.svg or options.html:

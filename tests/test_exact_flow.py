@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from jetrl import attention
 from jetrl.attention import choice
 from jetrl.attention.rotary_table import rotary_table, share_rotary_table
+from jetrl.check import main as jetrl_check
 from jetrl.convert import convert
 from jetrl.errors import JobError, UserError
 from jetrl.launch import exact
@@ -162,6 +164,31 @@ def test_heads_whose_bits_differ_between_decode_and_prefill_are_refused():
     assert exact.EXACT_HEADS == choice.EXACT_HEADS
     with pytest.raises(UserError, match="this model's have 96"):
         exact.check_heads(_cfg(), "unified_exact", {"hidden_size": 960, "num_attention_heads": 10})
+
+
+def _folder_with_heads_of(size, folder):
+    config = CONFIG.to_dict() | {"head_dim": size, "architectures": ["Qwen3ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+def test_the_check_refuses_such_heads_too(capsys, tmp_path):
+    words_ = ["precision=unified_exact", "hardware=1gpu", _folder_with_heads_of(96, tmp_path)]
+    assert jetrl_check(words_) == 2 and "this model's have 96; use precision=unified_fp8" in capsys.readouterr().err
+    _folder_with_heads_of(64, tmp_path)
+    assert jetrl_check(words_) == 0
+
+
+def test_auto_takes_unified_fp8_for_such_heads_and_unified_exact_for_others(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "fa3_obstacle", lambda: None)  # a machine that can run FA3
+    line = parse(["precision=auto", "hardware=1gpu", _folder_with_heads_of(96, tmp_path)])
+    assert compose_job(line).flow.name == "unified_fp8"
+    assert "auto: unified_fp8 (no equal bits in attention: FA3 was shown to" in capsys.readouterr().err
+    _folder_with_heads_of(64, tmp_path)
+    assert compose_job(line).flow.name == "unified_exact"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="config.json has no hidden_size"):
+        compose_job(line)
 
 
 def test_a_cpu_job_packs_and_auto_takes_unified_fp8_there(capsys, tmp_path):

@@ -1,10 +1,13 @@
 """Where an exact flow cannot hold: the operator that would differ and the key to change, before anything starts."""
 
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from jetrl.data.models import PACKAGED, resolve_model_path
 from jetrl.errors import UserError
+from jetrl.launch.model_files import check_sizes, read_config
 from jetrl.precision.kernels import EXACT_HEADS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -70,14 +73,23 @@ def check(cfg: DictConfig, flow_name: str) -> None:
         raise UserError(f"precision={flow_name} cannot have equal bits in {found}, or use precision=unified_fp8")
 
 
-def check_heads(cfg: DictConfig, flow_name: str, hf_config: dict) -> None:
-    """Refuse heads for which FA3's bits were seen to differ between decode and prefill, or were not looked at."""
+def heads_obstacle(cfg: DictConfig, hf_config: dict) -> str | None:
+    """Heads for which FA3's bits were seen to differ between decode and prefill, or were not looked at.
+
+    hf_config: the keys of the model's config.json.
+    """
     size = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    if cfg.trainer.device != "cpu" and size not in EXACT_HEADS:
-        raise UserError(
-            f"precision={flow_name} cannot have equal bits in attention: FA3 was shown to for heads of "
-            f"{', '.join(map(str, EXACT_HEADS))}, and this model's have {size}; use precision=unified_fp8"
-        )
+    if cfg.trainer.device == "cpu" or size in EXACT_HEADS:
+        return None
+    shown = ", ".join(map(str, EXACT_HEADS))
+    return f"attention: FA3 was shown to for heads of {shown}, and this model's have {size}"
+
+
+def check_heads(cfg: DictConfig, flow_name: str, hf_config: dict) -> None:
+    """Refuse a model with such heads. Raises UserError."""
+    found = heads_obstacle(cfg, hf_config)
+    if found:
+        raise UserError(f"precision={flow_name} cannot have equal bits in {found}; use precision=unified_fp8")
 
 
 def check_machine(cfg: DictConfig, flow_name: str) -> None:
@@ -93,9 +105,26 @@ SLOW_ON_CPU = "reasonable time on a CPU"
 EXACT, OTHERWISE = "unified_exact", "unified_fp8"
 
 
+def _model_obstacle(cfg: DictConfig) -> str | None:
+    """`heads_obstacle` of the job's model, where its sizes are known without fetching anything; preflight reads the rest."""
+    from jetrl.precision.architectures import bundled, bundled_name
+
+    path = str(cfg.actor_rollout_ref.model.path)
+    if name := bundled_name(path):
+        return heads_obstacle(cfg, bundled()[name]["config"])
+    path = resolve_model_path(path) if path.startswith(PACKAGED) else path
+    if not Path(path).expanduser().is_dir():
+        return None
+    config = read_config(path)
+    check_sizes(config)
+    return heads_obstacle(cfg, config)
+
+
 def resolve_auto(cfg: DictConfig) -> str:
     """The flow for precision=auto, from the job composed with EXACT; says on stderr what was chosen and why."""
-    found = SLOW_ON_CPU if cfg.trainer.device == "cpu" else obstacle(cfg) or machine_obstacle(cfg)
+    found = (
+        SLOW_ON_CPU if cfg.trainer.device == "cpu" else obstacle(cfg) or _model_obstacle(cfg) or machine_obstacle(cfg)
+    )
     chosen = EXACT if found is None else OTHERWISE
     why = "every operator of the forward can have equal bits" if found is None else f"no equal bits in {found}"
     print(f"jetrl: precision=auto: {chosen} ({why})", file=sys.stderr, flush=True)
