@@ -230,12 +230,22 @@ def test_lines_appended_by_a_resumed_job_are_read_on(tmp_path):
         assert list(tail.poll()) == [(step, {})]
 
 
-@pytest.mark.parametrize("line", [b"garbage\n", b'{"step": 1}\n', b"[1]\n", b'{"step": "x", "data": {}}\n'])
+@pytest.mark.parametrize(
+    "line", [b"garbage\n", b'{"step": 1}\n', b"[1]\n", b'{"step": "x", "data": {}}\n', b'{"step": 1e999, "data": {}}\n']
+)
 def test_a_complete_line_of_another_kind_is_an_error_with_its_text(tmp_path, line):
     path = tmp_path / "m.jsonl"
     path.write_bytes(line)
     with pytest.raises(ValueError, match="m.jsonl has a line that is not a metrics record"):
         list(MetricsTail(path).poll())
+
+
+def test_a_value_that_is_no_number_is_no_figure(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"step": 1, "data": {"critic/rewards/mean": "good", "perf/time_per_step": 2, "a": null, "b": [1]}}\n'
+    )
+    assert list(MetricsTail(path).poll()) == [(1, {"perf/time_per_step": 2, "a": None})]
 
 
 def test_history_survives_resumes_and_a_step_done_again_counts_as_the_last_time(verl_log):

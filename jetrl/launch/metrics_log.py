@@ -91,9 +91,11 @@ class MetricsTail:
 def _parse(line: bytes, path: Path) -> tuple[int, dict[str, float]]:
     try:
         record = json.loads(line)
-        return int(record["step"]), dict(record["data"])
-    except (ValueError, KeyError, TypeError) as error:
+        step, data = int(record["step"]), dict(record["data"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:  # OverflowError: an infinite step
         raise ValueError(f"{path} has a line that is not a metrics record: {line[:80]!r}") from error
+    # VeRL also writes what a user's reward function or trainer returned; a word there is no figure, and no damage.
+    return step, {name: value for name, value in data.items() if value is None or isinstance(value, int | float)}
 
 
 def keep_history(path: Path) -> Path | None:
