@@ -36,6 +36,8 @@ class Process:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment,
             )  # fmt: skip
         theirs.close()
+        # The pipe alone does not tell that the child is gone: an engine process that it forked holds the other end too.
+        self._gone = os.pidfd_open(self._child.pid)
 
     def ask(self, question: object, seconds: float) -> dict | None:
         """The answer, or None (and the child is gone) where it died or took longer."""
@@ -46,14 +48,13 @@ class Process:
         return self.answer(seconds)
 
     def answer(self, seconds: float) -> dict | None:
-        try:
-            if self._ours.poll(seconds):
+        happened = multiprocessing.connection.wait([self._ours, self._gone], seconds)
+        if self._ours in happened:
+            with contextlib.suppress(EOFError, OSError):
                 found = self._ours.recv()
                 self._remember()
                 return found
-        except (EOFError, OSError):
-            return self._lost("it ended")
-        return self._lost(f"no answer within {seconds:.0f} s")
+        return self._lost("it ended" if happened else f"no answer within {seconds:.0f} s")
 
     def _lost(self, why: str) -> None:
         lines = self.log.read_text(errors="replace").splitlines()[-25:]
@@ -64,13 +65,18 @@ class Process:
 
     def end(self) -> None:
         """At once: the child and what it started. Nothing it holds is worth a tidy shutdown of several seconds."""
+        if self._ours.closed:
+            return
         self._remember()
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._child.wait()
-        psutil.wait_procs(self._family, timeout=20)
+        until = time.perf_counter() + 20
+        while any(_lives(process) for process in self._family) and time.perf_counter() < until:
+            time.sleep(0.02)
         self._ours.close()
+        os.close(self._gone)
 
     def _remember(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,14 +84,22 @@ class Process:
             self._family = [p for p in {*self._family, *me.children(recursive=True), me} if p.is_running()]
 
 
+def _lives(process: psutil.Process) -> bool:
+    """Not so of a zombie, which holds no memory; in a container nobody may ever collect it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def start(names: list[str], arguments: Callable[[str], list[str]], logs: Path, seconds: float) -> dict[str, tuple]:
     """name -> (process, what its preparation returned, seconds from its start to there), of those that got ready."""
     processes = [Process(name, arguments(name), logs / f"{name}.log") for name in names]
     until, waiting, ready = time.perf_counter() + seconds, list(processes), {}
     while waiting:
-        channels = {process._ours: process for process in waiting}
-        for channel in multiprocessing.connection.wait(channels, max(0.0, until - time.perf_counter())):
-            process = channels[channel]
+        signs = {sign: process for process in waiting for sign in (process._ours, process._gone)}
+        happened = multiprocessing.connection.wait(signs, max(0.0, until - time.perf_counter()))
+        for process in {signs[sign] for sign in happened}:
             waiting.remove(process)
             answer = process.answer(0)
             if answer is not None:
