@@ -2,23 +2,25 @@
 
 import functools
 import math
+import threading
 
 import pytest
 import torch
 from checkpoints_for_tests import VOCAB, build_model
+from omegaconf import OmegaConf
 
 from jetrl.convert import convert
 from jetrl.errors import UserError
 from jetrl.precision.build_hf import build_training_graph
 from jetrl.precision.flow import PrecisionAssignment
-from jetrl.verification import mutations, mutations_trainer
+from jetrl.verification import command, mutations, mutations_trainer
 from jetrl.verification.compare import difference, quantized_difference
 from jetrl.verification.mismatch import mismatch
 from jetrl.verification.operators import first_difference, operator_report, own_differences
 from jetrl.verification.points import ROTARY_TABLE, PointRows, PointStore
 from jetrl.verification.report import failures
 from jetrl.verification.trainer_points import TokenLayout, TrainerObserver
-from jetrl.verification.workspace import Options
+from jetrl.verification.workspace import Options, Workspace
 from jetrl.verify import main, parse
 
 LENGTHS = (19, 7)
@@ -70,6 +72,35 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(words, message, capsys, 
     assert main([*words, f"run.dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("engine", "prompts", "together"),
+    [
+        ({"kv_cache_memory_bytes": 1 << 30}, (9,), True),
+        ({"kv_cache_memory_bytes": 1 << 30}, (), False),
+        ({}, (9,), False),
+    ],
+)
+def test_the_observed_engine_runs_beside_the_jobs_where_neither_disturbs_the_other(engine, prompts, together, tmp_path):
+    rollout = {"tensor_model_parallel_size": 1, "enforce_eager": False, "engine_kwargs": {"vllm": engine}}
+    cfg = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    both, running, most = threading.Barrier(2), set(), []
+
+    def start(space, step, module, arguments, env):
+        running.add(step)
+        if together:
+            both.wait(timeout=20)  # each must have begun before either ends
+        most.append(len(running))
+        if together:
+            both.wait(timeout=20)
+        running.discard(step)
+        return 1.0
+
+    said = []
+    command._run_rollout(cfg, Options(prompt_lengths=prompts), Workspace(tmp_path), said.append, start, {})
+    assert most == ([2, 2] if together else [1, 1])
+    assert said == ["rollout sampled, 1 s", "rollout observed in eager mode, 1 s"]
 
 
 # Figures ------------------------------------------------------------------------------------------------------------

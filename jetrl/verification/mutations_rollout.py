@@ -79,12 +79,19 @@ def _operator_in(mutation: Mutation, modules: dict, name: str, change: Callable,
 
 
 def _table(mutation: Mutation, modules: dict, runner, stack: ExitStack) -> None:
+    """In inference mode, in which a forward may have made the cache's copy in another dtype."""
     for module in modules.values():
         if hasattr(module, "cos_sin_cache"):
-            stock = module.cos_sin_cache.clone()
-            module.cos_sin_cache[3, 0] *= perturb.BF16_FAULT
-            # The buffer may have been replaced by its copy in another dtype meanwhile.
-            stack.callback(lambda m=module, t=stock: m.cos_sin_cache.copy_(t))
+            cache = module.cos_sin_cache
+            with torch.inference_mode():
+                stock = cache[3, 0].clone()
+                cache[3, 0] *= perturb.BF16_FAULT
+            stack.callback(_restore, cache, stock)
+
+
+@torch.inference_mode()
+def _restore(cache: torch.Tensor, value: torch.Tensor) -> None:
+    cache[3, 0] = value
 
 
 def _rotary(mutation: Mutation, modules: dict, runner, stack: ExitStack) -> None:

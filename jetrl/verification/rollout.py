@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from jetrl.errors import UserError
+from jetrl.errors import JobError, UserError
 from jetrl.launch import preflight
 from jetrl.precision.flow import load_flow
 from jetrl.verification.child import run_child
@@ -204,7 +204,7 @@ def _mutated(engine, rollout, tokens: list[list[int]]) -> list[dict]:
     prompts = [row[: max(1, min(MUTATED_PROMPT, len(row) - MUTATED_OUTPUT))] for row in tokens]
 
     def sampled() -> dict:
-        engine.reset_prefix_cache()  # keys and values of another mutation
+        _forget_prefixes(engine)
         run = _Generation(engine, rollout, prompts, [MUTATED_OUTPUT] * len(prompts))
         return _observed(run, engine, Options(layer_sequences=len(prompts), layer_tokens=MUTATED_PROMPT * 2))
 
@@ -213,6 +213,15 @@ def _mutated(engine, rollout, tokens: list[list[int]]) -> list[dict]:
         with mutations_rollout.applied(mutation, runner) as refused:
             records.append({"mutation": mutation, "refused": refused, **({} if refused else sampled())})
     return records
+
+
+def _forget_prefixes(engine) -> None:
+    """Keys and values of another mutation. A batch still in flight (asynchronous scheduling) holds blocks for a step."""
+    for _ in range(3):
+        if engine.reset_prefix_cache():
+            return
+        engine.step()
+    raise JobError("vLLM did not forget its prefix cache between two mutations; run without --mutations")
 
 
 def _sampled_log_probs(run: _Generation, chosen: range, limit: int, points: dict[str, PointRows]) -> PointRows:
