@@ -190,28 +190,38 @@ def backward_rows(kernels: dict, keep) -> None:
     error: largest over dq, dk, dv of max |difference| / max |gradient|, against float64. What a backend refuses is its row.
     """
     for name, backward in kernels.items():
-        row = {"backward": name}
-        for label, lengths in SMALL.items():
-            try:
-                q, k, v, grad, packing = _inputs(lengths, 8, 2)
-                out, lse = _fa3_forward(q, k, v, packing)
-                exact = _float64(q, k, v, grad, packing)
-                got, again = (backward(q, k, v, out, lse, grad, packing) for _ in range(2))
-                torch.cuda.synchronize()
-                errors = [(g.double() - e).abs().max() / e.abs().max() for g, e in zip(got, exact, strict=True)]
-                row[f"error {label}"] = max(errors).item()
-                row[f"same bits again {label}"] = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-            except Exception as e:  # noqa: BLE001  what a build of torch or cuDNN refuses is the finding
-                row[f"error {label}"] = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
-        for label in ("8 x 2048", "2 x 8192"):
-            try:
-                q, k, v, grad, packing = _inputs(PACKS[label])
-                out, lse = _fa3_forward(q, k, v, packing)
-                row[f"ms {label}"] = _milliseconds(partial(backward, q, k, v, out, lse, grad, packing))
-            except Exception as e:  # noqa: BLE001
-                row[f"ms {label}"] = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
-        print(row, flush=True)
-        keep(row)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            row = {"backward": name, "deterministic": deterministic}
+            for label, lengths in SMALL.items():
+                try:
+                    row |= _checked(backward, lengths, label)
+                except Exception as e:  # noqa: BLE001  what a build of torch or cuDNN refuses is the finding
+                    row[f"error {label}"] = _sentence(e)
+            for label in ("8 x 2048", "2 x 8192"):
+                try:
+                    q, k, v, grad, packing = _inputs(PACKS[label])
+                    out, lse = _fa3_forward(q, k, v, packing)
+                    row[f"ms {label}"] = _milliseconds(partial(backward, q, k, v, out, lse, grad, packing))
+                except Exception as e:  # noqa: BLE001
+                    row[f"ms {label}"] = _sentence(e)
+            torch.use_deterministic_algorithms(False)
+            print(row, flush=True)
+            keep(row)
+
+
+def _checked(backward, lengths: tuple[int, ...], label: str) -> dict:
+    q, k, v, grad, packing = _inputs(lengths, 8, 2)
+    out, lse = _fa3_forward(q, k, v, packing)
+    exact = _float64(q, k, v, grad, packing)
+    got, again = (backward(q, k, v, out, lse, grad, packing) for _ in range(2))
+    errors = [(g.double() - e).abs().max() / e.abs().max() for g, e in zip(got, exact, strict=True)]
+    same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    return {f"error {label}": max(errors).item(), f"same bits again {label}": same}
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def row_wise_rows(keep) -> None:
