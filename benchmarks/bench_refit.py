@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from harness import print_table, write_results
-from rollout_engines import SHAPES, build, config_of, worker_memory, write_config
+from rollout_engines import SHAPES, build, config_of, model_folder, worker_memory
 from turns import serve, start
 
 PATHS = {"bf16 -> bf16": ("bf16", "bf16"), "bf16 -> jetrl": ("jetrl", "bf16"), "fp8 -> jetrl": ("jetrl", "fp8")}
@@ -134,7 +134,7 @@ def _sum_of_bytes(flat: torch.Tensor) -> torch.Tensor:
 def _engine(engine: str, shape: str, layers: int | None, sleep: bool):
     graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32]}} if sleep else {}
     llm = build(
-        engine, write_config(Path(tempfile.mkdtemp()), shape, layers), max_model_len=1024, max_num_seqs=32,
+        engine, model_folder(shape, layers), max_model_len=1024, max_num_seqs=32,
         max_num_batched_tokens=1024, enforce_eager=not sleep or DEVICE == "cpu", kv_cache_memory_bytes=2 << 30,
         # Only asked for as free memory at the start, where neighbours may be loading.
         gpu_memory_utilization=0.02, enable_sleep_mode=sleep and DEVICE == "cuda", enable_prefix_caching=False, **graphs,

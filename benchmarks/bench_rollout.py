@@ -32,12 +32,12 @@ from rollout_engines import (
     build,
     config_of,
     gpu_bytes,
+    model_folder,
     step_bytes,
     token_bytes,
     weight_bytes,
     worker_memory,
     working_bytes,
-    write_config,
 )
 from turns import serve, start
 
@@ -196,13 +196,13 @@ def prepare(arguments: argparse.Namespace):
     import vllm  # noqa: F401  (its share of the start is told apart)
 
     imported = time.perf_counter() - began
-    folder = write_config(Path(tempfile.mkdtemp()), arguments.shape, arguments.layers)
     graphs = (
         {} if arguments.all_graphs or arguments.eager else {"cudagraph_capture_sizes": sorted(set(arguments.sequences))}
     )
     kv = arguments.kv_tokens * token_bytes(config) // arguments.tensor_parallel
     llm = build(
-        engine, folder, max_model_len=max(*arguments.contexts, _prefill(arguments)) + arguments.steps + 64,
+        engine, model_folder(arguments.shape, arguments.layers),
+        max_model_len=max(*arguments.contexts, _prefill(arguments)) + arguments.steps + 64,
         max_num_seqs=max(arguments.sequences), enable_prefix_caching=False, kv_cache_memory_bytes=kv,
         # Only asked for as free memory at the start, where neighbours may be loading; the line above fixes the rest.
         gpu_memory_utilization=0.02, kv_transfer_config=transfer(arguments.kv_copies if arguments.overlap else 0),

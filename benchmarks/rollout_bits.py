@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from harness import print_table, write_results
-from rollout_engines import SHAPES, build, config_of, write_config
+from rollout_engines import SHAPES, build, config_of, model_folder
 from turns import serve, start
 
 LENGTHS = [37, 64, 100, 128, 200, 256, 300, 5] * 4
@@ -55,7 +55,7 @@ def run_child(shape: str, layers: int, mode: str) -> dict:
         settings = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}
     start = time.perf_counter()
     llm = build(
-        "jetrl", write_config(Path(tempfile.mkdtemp()), shape, layers), max_model_len=1024, max_num_seqs=64,
+        "jetrl", model_folder(shape, layers), max_model_len=1024, max_num_seqs=64,
         max_num_batched_tokens=4096, kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.02,
         enable_prefix_caching=False, seed=0, **settings,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +85,16 @@ def config_of(shape: str, layers: int | None = None) -> dict:
     return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
 
 
-def write_config(folder: Path, shape: str, layers: int | None = None) -> Path:
-    """A folder that vLLM takes for a checkpoint without weights (load_format=dummy)."""
+def model_folder(shape: str, layers: int | None = None) -> Path:
+    """A folder that vLLM takes for a checkpoint without weights (load_format=dummy).
+
+    The same one every time: its path is part of the key of vLLM's compile cache.
+    """
+    folder = Path(tempfile.gettempdir()) / "jetrl-rollout" / f"{shape}-{layers or 'all'}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(shape, layers)))
+    part = folder / f"config.json.{os.getpid()}"  # several engines start at once
+    part.write_text(json.dumps(config_of(shape, layers)))
+    part.replace(folder / "config.json")
     return folder
 
 
