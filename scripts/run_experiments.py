@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
 
 from jetrl.errors import UserError
 from jetrl.launch.job import CONFIG
@@ -35,6 +36,7 @@ from jetrl.launch.provenance import STARTS
 from jetrl.launch.shareable import clean, clean_words
 from jetrl.launch.wiring import METRICS
 from jetrl.launch.worker_entry import FAILURE
+from jetrl.reporting.graph_verdict import MODEL
 from jetrl.reporting.runs import load_runs
 
 # In the order in which they matter.
@@ -125,6 +127,7 @@ def keep(run: Run, root: Path, target: Path, side_by_side: int) -> dict:
     if (folder / CONFIG).is_file():
         config = clean(yaml.safe_load((folder / CONFIG).read_text()), names)
         (kept / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+        keep_model(folder / CONFIG, kept / MODEL)
     for name in (STARTS, FAILURE):
         if (folder / name).is_file():
             lines = [json.dumps(clean(json.loads(line), names)) for line in (folder / name).read_text().splitlines()]
@@ -151,6 +154,15 @@ def keep(run: Run, root: Path, target: Path, side_by_side: int) -> dict:
     with (kept / "records.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
     return record
+
+
+def keep_model(config: Path, target: Path) -> None:
+    """The model's config.json, from which the report says whether the flow is unified; a model of the hub has none here."""
+    model = OmegaConf.select(OmegaConf.load(config), "actor_rollout_ref.model.path")
+    source = Path(str(model)) / "config.json"
+    if source.is_file():
+        target.mkdir(exist_ok=True)
+        (target / "config.json").write_text(json.dumps(clean(json.loads(source.read_text())), indent=1) + "\n")
 
 
 def _rounded(value: float | None) -> float | None:

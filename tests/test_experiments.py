@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from launch_for_tests import composed, words
+from omegaconf import OmegaConf
 
 from jetrl.errors import UserError
 from jetrl.launch import sweep
 from jetrl.launch.args import options, parse
 from jetrl.launch.compose import compose_job
+from jetrl.reporting.graph_verdict import verdict_of
 from jetrl.reporting.groups import is_seed
 from jetrl.reporting.runs import load_runs
 
@@ -141,6 +143,17 @@ def test_a_kept_record_has_no_path_and_no_credential(tmp_path):
     assert json.loads(texts["words.json"]) == ["experiment=chain_short", "model=models/m", "y=.../z"]
     assert "run.dir=runs/demo" in texts["starts.jsonl"] and "NCCL_DEBUG" in texts["config.yaml"]
     assert "ppo_max_token_len_per_gpu: 64" in texts["config.yaml"]
+
+
+def test_a_kept_run_is_checked_where_its_model_is_not(tmp_path):
+    """The record holds the model's config.json; the path in its configuration leads nowhere on this machine."""
+    cfg = composed(tmp_path, "experiment=chain_short", "precision=unified_fp8", "trainer.total_training_steps=3")
+    run, root = finished_run(tmp_path)
+    (root / "demo" / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    script.keep(run, root, tmp_path / "kept", side_by_side=1)
+    (tmp_path / "model" / "config.json").unlink()
+    verdict = verdict_of(load_runs([str(tmp_path / "kept")])[0][0])
+    assert verdict.state == "unified", verdict.sentence
 
 
 def test_a_partial_run_is_not_skipped(tmp_path):

@@ -1,6 +1,6 @@
 """What the precision graph says of a run: `jetrl.check`'s own answer for the configuration that the run kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -10,6 +10,8 @@ from jetrl.errors import UserError
 from jetrl.reporting.groups import matters
 from jetrl.reporting.runs import Run
 
+# In a kept run's folder: its model's config.json (scripts/run_experiments.py).
+MODEL = "model"
 UNIFIED, DECLARED, VIOLATED, UNKNOWN = "unified", "not unified", "violated", "not checked"
 
 
@@ -33,6 +35,9 @@ def verdict_of(run: Run) -> Verdict:
     try:
         job = read_job(OmegaConf.create(run.cfg))
         path = job.model_path
+        if (run.path / MODEL / "config.json").is_file():  # what a run was kept with holds also where its model is not
+            path = str(run.path / MODEL)
+            job = replace(job, model_path=path)
         if bundled_name(path) is None and not Path(path).expanduser().is_dir():
             # load_config would ask the hub: a report reads what is here.
             return Verdict(UNKNOWN, f"the model's config.json is not readable here ({path})")

@@ -47,7 +47,7 @@ h1{{font-size:21px;margin:0 0 4px}} h2{{font-size:18px;margin:28px 0 8px}} p{{ma
 .unified{{color:var(--good)}} .not-unified{{color:var(--warn)}} .violated{{color:var(--bad)}} .not-checked{{color:var(--muted)}}
 ul{{margin:6px 0;padding-left:20px}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:12px}}
-figure{{background:var(--page);padding:8px}} figure svg{{display:block;width:100%;max-width:500px;height:auto;margin:0 auto}}
+figure{{background:var(--page);padding:8px}} figure svg{{display:block;width:100%;max-width:500px;height:auto;margin:0 auto}} figure:not(:has(svg)){{align-self:start}}
 figcaption{{color:var(--muted);font-size:13px;margin-top:4px}}
 table{{border-collapse:collapse;width:100%}} caption{{text-align:left;color:var(--muted);font-size:13px;padding-bottom:6px}}
 th,td{{text-align:left;vertical-align:top;padding:6px 8px;border-bottom:1px solid var(--grid)}} th{{font-size:13px;color:var(--muted)}}

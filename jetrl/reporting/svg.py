@@ -86,7 +86,7 @@ def stacked_bars(title: str, x_axis: str, bars: list[tuple[str, dict[str, float]
     top, body = y, []
     for name, parts in bars:
         total = f"{number(sum(parts.values()))} s"
-        body.append(_text(left, y + 15, fit(name, right - left - text_width(total) - 12), "label"))
+        body.append(_text(left + 5, y + 15, fit(name, right - left - text_width(total) - 17), "label"))
         body.append(_text(right, y + 15, total, "label", "end"))
         at = 0.0
         for part in order:
@@ -128,19 +128,22 @@ def _head(title: str, axis: str) -> tuple[str, float]:
 
 
 def _legend(entries: list[tuple[str, str, int]], y: float) -> tuple[str, float]:
-    """Swatch and name of each entry, wrapped; and the y below it."""
-    parts, x = [], 8.0
-    for label, kind, style in entries:
-        label = fit(label, LEGEND_ROOM)
-        width = 34 + text_width(label) + 12
-        if x > 8 and x + width > WIDTH:
-            x, y = 8.0, y + _LINE
+    """Swatch and name of each entry, in columns where they take several lines; and the y below it."""
+    labels = [fit(label, LEGEND_ROOM) for label, _, _ in entries]
+    widths = [34 + text_width(label) + 12 for label in labels]
+    fitting = (n for n in range(len(entries), 1, -1) if sum(max(widths[i::n]) for i in range(n)) <= WIDTH - 8 + 12)
+    columns = next(fitting, 1)
+    starts = [8.0 + sum(max(widths[i::columns]) for i in range(column)) for column in range(columns)]
+    parts: list[str] = []
+    for place, (label, (_, kind, style)) in enumerate(zip(labels, entries, strict=True)):
+        x = starts[place % columns]
+        if place and place % columns == 0:
+            y += _LINE
         if kind == "curve":
             parts.append(f'<path class="line c{style}" d="M{x:.1f} {y + 8}h26"/>')
         else:
             parts.append(f'<rect class="f{style}" x="{x:.1f}" y="{y + 2}" width="24" height="12"/>')
         parts.append(_text(x + 32, y + 12.5, label, "label"))
-        x += width
     return "".join(parts), y + _LINE
 
 

@@ -3,6 +3,7 @@
 import math
 from html import escape
 
+from jetrl.launch.shareable import clean_text
 from jetrl.reporting.compare import Row
 from jetrl.reporting.groups import is_label
 from jetrl.reporting.measures import Spread, first_and_last
@@ -112,7 +113,9 @@ def run_table(table: list[Row]) -> str:
         for run, seed in zip(row.group.runs, row.group.seeds, strict=True):
             ends = [MISSING if v is None else f"{v:.3f}" for v in first_and_last(run)]
             state = f"{run.state} ({run.failure.partition(': ')[2]})" if run.failure and not run.finished else run.state
-            rows.append([run.name, row.group.label, seed, state, *ends, str(run.path)])
+            rows.append(
+                [run.name, row.group.label, seed, state, *ends, clean_text(str(run.path))]
+            )  # reports are published
     return _table("", heads, [[escape(cell) for cell in row] for row in rows], ("run", "state", "folder"))
 
 
