@@ -3,7 +3,8 @@
     python benchmarks/bench_engine.py [--layers 36] [--tokens 2048] [--out DIR]      (one GPU, alone)
 
 Qwen3-4B's shape with random weights, packed random tokens, gradient checkpointing as in VeRL's default. Rows: BF16 as VeRL
-ships it, BF16 with its Liger option, unified_fp8; the same engine, data, attention, BF16 masters and optimizer in one call.
+ships it, BF16 with its Liger option, unified_fp8, unified_exact; the same engine, data, attention, BF16 masters and
+optimizer in one call.
 The rollout's side of a step is bench_rollout.py's and bench_refit.py's.
 """
 
@@ -28,6 +29,8 @@ ROWS = {
     "bf16": dict(jetrl_flow="bf16"),
     "bf16 + liger": dict(jetrl_flow="bf16", use_liger=True),
     "unified_fp8": dict(jetrl_flow="unified_fp8"),
+    # Last: what was measured before it is written by then. Its old log-probs are what bypass_mode saves.
+    "unified_exact": dict(jetrl_flow="unified_exact"),
 }
 
 
