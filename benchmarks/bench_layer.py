@@ -6,11 +6,12 @@ Every layer is the real module under autograd (weights BF16, gradients of input 
 mean over the model's shapes. "blocks" is the option wgrad=blocks; "codes kept" has the weight's codes from an earlier
 micro-batch of the same optimizer step. torchao's blockwise FP8 training linear is timed where torchao is installed, with
 torch._scaled_mm and, under --torchao-triton, with its own Triton GEMMs (which autotune for minutes); Transformer Engine's
-linear with its block scaling (1x128 and 128x128) where that is installed.
+linear with its block scaling (1x128 and 128x128) where that is installed. Their quantizers: `torchao_layer.py` compiles them
+in parallel first.
 """
 
 import argparse
-import functools
+import time
 from pathlib import Path
 
 import torch
@@ -55,25 +56,14 @@ def _layers(n: int, k: int, torchao_triton: bool):
 
 def _torchao(plain, torchao_triton: bool):
     try:
-        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
+        from torchao_layer import blockwise, shorten_autotuning
     except ImportError as error:
         print(f"torchao is not timed: {error}")
         return
-    _shorten_autotuning()
-    for name, use_triton in (("torchao scaled_mm", False), ("torchao triton", True))[: 1 + torchao_triton]:
-        layer = Float8BlockwiseLinear.from_float(plain())
-        layer.use_triton, layer.dtype, layer.block_size = use_triton, torch.bfloat16, 128
-        yield name, layer
-
-
-def _shorten_autotuning() -> None:
-    """torchao's quantizers try 45 configurations for every shape: 13 ms each instead of Triton's 125 are enough to rank them."""
-    import triton
-    from torchao.prototype.blockwise_fp8_training import kernels
-
-    for kernel in vars(kernels).values():
-        if isinstance(kernel, triton.runtime.Autotuner):
-            kernel._do_bench = functools.partial(triton.testing.do_bench, warmup=3, rep=10)
+    shorten_autotuning()
+    yield "torchao scaled_mm", blockwise(plain())
+    if torchao_triton:
+        yield "torchao triton", blockwise(plain(), use_triton=True)
 
 
 class _UnderAutocast(nn.Module):
@@ -107,13 +97,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--torchao-triton", action="store_true", help="also time torchao with its Triton GEMMs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no layer after this")
     arguments = parser.parse_args()
-    rows = []
+    rows, deadline = [], time.perf_counter() + arguments.seconds
     for n, k in SHAPES:
         x = torch.randn(TOKENS, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
         dy = torch.randn(TOKENS, n, device="cuda", dtype=torch.bfloat16)
         bf16_us = None
         for name, layer in _layers(n, k, arguments.torchao_triton):
+            if time.perf_counter() > deadline:
+                print(f"no time for {name} {n}x{k}")
+                continue
             try:
                 us, spread = _time(layer, x, dy)
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:

@@ -118,7 +118,7 @@ def _cases(m: int, k: int):
 def _cuts(kernel: str) -> Iterator[tuple]:
     """Make one cut after the other the current one, and yield it; the shipped one is back at the end."""
     if kernel == "requantize_tiles_transposed":
-        names = "COLUMNS", "REQUANTIZE_WARPS", "REQUANTIZE_VECTOR"
+        names = "REQUANTIZE_COLUMNS", "REQUANTIZE_WARPS", "REQUANTIZE_VECTOR"
         shipped = [getattr(quantize_triton, name) for name in names]
         for cut in [*itertools.product((32, 64, 128), (1, 2, 4, 8), (4, 8, 16)), shipped]:
             for name, value in zip(names, cut, strict=True):

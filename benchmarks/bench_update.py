@@ -13,7 +13,8 @@ jetrl.attention.choose; flash-attn, which VeRL would run in BF16, is not assumed
   blocks   unified with flow.train.wgrad=blocks
   torchao  torchao's blockwise FP8 linear in Hugging Face's modules (its torch._scaled_mm GEMMs)
 
-Log-probs and the lm_head are the same code for all. Bars: update 1.45 x bf16 and 1.3 x liger, forward 1.5 x bf16, peak memory
+Without a GPU it runs on tiny sizes, a rehearsal (`--layers 2 --plain-layers 2 --memory-layers 1 --lengths 32`, and
+TORCHDYNAMO_DISABLE=1 to compile nothing). Log-probs and the lm_head are the same code for all. Bars: update 1.45 x bf16 and 1.3 x liger, forward 1.5 x bf16, peak memory
 below bf16's, the graph's activation bytes within 5 % of what is measured.
 """
 
@@ -42,12 +43,16 @@ from jetrl.precision.estimate import saved_bytes
 from jetrl.precision.flow import PrecisionAssignment
 from jetrl.weight_cache import weights_changed
 
-TOKENS = 16384
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOKENS = 16384 if ON_GPU else 64
 LAYERS = 36
 SHAPE = dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     rms_norm_eps=1e-6, max_position_embeddings=40960, tie_word_embeddings=False, use_cache=False,
 )  # fmt: skip
+if not ON_GPU:
+    SHAPE |= dict(vocab_size=256, hidden_size=256, intermediate_size=384, num_attention_heads=2, num_key_value_heads=1)
 # What a variant or a section may fail with (memory, a library's own kernel) without losing the others' figures.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 VARIANTS = ("bf16", "liger", "unified", "blocks", "torchao")
@@ -63,16 +68,16 @@ class Weights:
     def __init__(self, layers: int) -> None:
         attention.register()
         self.config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **SHAPE)
-        self.choice = attention.choose(self.config, "cuda", packed=True)
+        self.choice = attention.choose(self.config, DEVICE, packed=True)
         self.config._attn_implementation = self.choice.name
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
         # Liger replaces classes and functions in the model's own Python module, for every model built later.
         self.stock = dict(vars(sys.modules[type(model).__module__]))
-        generator = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator(DEVICE).manual_seed(0)
         self.parameters = {}
         for name, p in model.named_parameters():
-            t = torch.empty(p.shape, dtype=torch.bfloat16, device="cuda")
+            t = torch.empty(p.shape, dtype=torch.bfloat16, device=DEVICE)
             self.parameters[name] = t.fill_(1.0) if "norm" in name else t.normal_(std=0.02, generator=generator)
 
     def model(self, layers: int) -> nn.Module:
@@ -83,7 +88,7 @@ class Weights:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         wanted = dict(model.named_parameters())
         model.load_state_dict({n: t for n, t in self.parameters.items() if n in wanted}, assign=True)
-        model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
+        model.model.rotary_emb = type(model.model.rotary_emb)(config, device=DEVICE)
         for p in model.parameters():
             p.requires_grad_()
         return model.train()
@@ -99,22 +104,21 @@ def apply(variant: str, model: nn.Module, cache: str) -> str:
     if variant in ASSIGNMENTS:
         return str(convert(model, build_training_graph(model, ASSIGNMENTS[variant]), weight_cache=cache))
     if variant == "torchao":
-        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
+        from torchao_layer import blockwise, shorten_autotuning
 
+        shorten_autotuning()
         for module in list(model.model.modules()):
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
-                    swapped = Float8BlockwiseLinear.from_float(child)
-                    swapped.use_triton, swapped.dtype, swapped.block_size = False, torch.bfloat16, 128
-                    setattr(module, name, swapped)
+                    setattr(module, name, blockwise(child))
     return variant
 
 
 def batch(length: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(1)
-    ids = torch.randint(0, SHAPE["vocab_size"], (1, TOKENS), device="cuda", generator=generator)
-    positions = (torch.arange(TOKENS, device="cuda") % length).unsqueeze(0)
-    return {"ids": ids, "positions": positions, "advantage": torch.randn(TOKENS, device="cuda", generator=generator)}
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    ids = torch.randint(0, SHAPE["vocab_size"], (1, TOKENS), device=DEVICE, generator=generator)
+    positions = (torch.arange(TOKENS, device=DEVICE) % length).unsqueeze(0)
+    return {"ids": ids, "positions": positions, "advantage": torch.randn(TOKENS, device=DEVICE, generator=generator)}
 
 
 class LogProbs(nn.Module):
@@ -127,7 +131,7 @@ class LogProbs(nn.Module):
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden = self.model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         logits = self.model.lm_head(hidden[0])
-        temperature = torch.ones(TOKENS, device="cuda")
+        temperature = torch.ones(TOKENS, device=DEVICE)
         return attention.token_logprobs(logits, ids[0].roll(-1), temperature, SHAPE["vocab_size"])
 
 
@@ -155,25 +159,36 @@ def update(model: LogProbs, data: dict, optimizer: torch.optim.Optimizer, micro_
 def timed(call: Callable[[], None], warm: int, repeats: int) -> dict:
     for _ in range(warm):
         call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
     return {
         "ms": 1e3 * median,
         "spread": (max(seconds) - min(seconds)) / median,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0,
     }
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if ON_GPU else 0
 
 
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.a = arguments
+        self.deadline = time.perf_counter() + arguments.seconds
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.weights = Weights(arguments.layers)
         self.rows: list[dict] = []
@@ -181,13 +196,23 @@ class Bench:
 
     def build(self, variant: str, layers: int, checkpointing: bool = False, cache: str = "auto") -> LogProbs:
         gc.collect()
-        torch.cuda.empty_cache()
+        if ON_GPU:
+            torch.cuda.empty_cache()
         weights_changed()
         model = self.weights.model(layers)
         self.notes[variant] = apply(variant, model, cache)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return sharded(LogProbs(model)) if self.world > 1 else LogProbs(model)
+
+    def late(self, what: str) -> bool:
+        """Whether --seconds are over; on all ranks alike, which wait for each other in what they run."""
+        late = torch.tensor(float(time.perf_counter() > self.deadline), device=DEVICE)
+        if self.world > 1:
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+        if late:
+            print(f"-- no time for {what}", flush=True)
+        return bool(late)
 
     def add(self, row: dict) -> None:
         """Print and write at once: a run that is cut short keeps its figures."""
@@ -211,16 +236,20 @@ class Bench:
 
     def forward(self) -> None:
         for variant in self.a.variants:
-            if variant == "blocks":
+            if variant == "blocks" or self.late(f"log-probs, {variant}"):
                 continue
-            model = self.build(variant, self.a.layers)
-
-            for length in self.a.lengths:
-                data = batch(length)
-                with torch.no_grad():
-                    row = timed(lambda m=model, d=data: m(d["ids"], d["positions"]), 2, self.a.repeats)
-                self.add({"what": "log-probs", "variant": variant, "layers": self.a.layers, "length": length, **row})
-            del model
+            try:
+                model = self.build(variant, self.a.layers)
+                for length in self.a.lengths:
+                    data = batch(length)
+                    with torch.no_grad():
+                        row = timed(lambda m=model, d=data: m(d["ids"], d["positions"]), 2, self.a.repeats)
+                    self.add(
+                        {"what": "log-probs", "variant": variant, "layers": self.a.layers, "length": length, **row}
+                    )
+            except FAILURES:
+                traceback.print_exc()
+            model = None
 
     def update(self) -> None:
         self._updates(self.a.plain_layers, False, "update")
@@ -236,12 +265,14 @@ class Bench:
     def _updates(self, layers: int, checkpointing: bool, what: str, micro_batches: int = 1) -> None:
         for variant in self.a.variants:
             # Bound by the host, as the update without checkpointing shows: its time is better spent on the others.
-            if variant == "torchao" and checkpointing:
+            if variant == "torchao" and checkpointing or self.late(f"{what}, {variant}"):
                 continue
             try:
                 model = self.build(variant, layers, checkpointing)
                 optimizer = StochasticAdamW(model.parameters(), lr=1e-6)
                 for length in self.a.lengths:
+                    if self.late(f"{what}, {variant}, {length}"):
+                        continue
                     data, warm = batch(length), self.a.warm if length == self.a.lengths[0] else 1
                     row = timed(
                         lambda m=model, d=data, o=optimizer: update(m, d, o, micro_batches), warm, self.a.repeats
@@ -254,7 +285,7 @@ class Bench:
     def memory(self) -> None:
         """What lies between the start of a forward and its end, against the graph's saved bytes."""
         for variant in ("bf16", "liger", "unified", "blocks"):
-            if variant not in self.a.variants:
+            if variant not in self.a.variants or self.late(f"memory, {variant}"):
                 continue
             layers = self.a.memory_layers
             model = self.build(variant, layers, cache="micro_batch")
@@ -262,40 +293,45 @@ class Bench:
             if variant in ("bf16", *ASSIGNMENTS):
                 assignment = ASSIGNMENTS.get(variant, PrecisionAssignment())
                 predicted = sum(saved_bytes(build_training_graph(model.model, assignment)).values())
-            data = batch(2048)
+            data = batch(self.a.lengths[0])
             loss_of(model, data).backward()
             model.zero_grad(set_to_none=True)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
+            synchronize()
+            before = allocated()
             loss = loss_of(model, data)
-            measured = (torch.cuda.memory_allocated() - before) / TOKENS
+            measured = (allocated() - before) / TOKENS
             row = {
                 "what": "activations",
                 "variant": variant,
                 "layers": layers,
-                "length": 2048,
+                "length": self.a.lengths[0],
                 "bytes_per_token": measured,
             }
-            if predicted:
+            if predicted and measured:
                 row |= {"predicted": predicted, "predicted/measured": predicted / measured}
             self.add(row)
             del model, loss
 
     def profile(self) -> None:
         """Share of GPU time by kernel family, of one update without checkpointing."""
-        for variant in ("bf16", "unified"):
+        for variant in ("unified", "bf16"):
+            if variant not in self.a.variants or self.late(f"profile, {variant}"):
+                continue
             model = self.build(variant, self.a.plain_layers)
             optimizer = StochasticAdamW(model.parameters(), lr=1e-6)
-            data = batch(2048)
+            data = batch(self.a.lengths[0])
             update(model, data, optimizer)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            with torch.profiler.profile(
+                activities=[getattr(torch.profiler.ProfilerActivity, DEVICE.upper())]
+            ) as profiler:
                 update(model, data, optimizer)
-                torch.cuda.synchronize()
+                synchronize()
             self._shares(variant, profiler)
             model = optimizer = None
 
     def _shares(self, variant: str, profiler) -> None:
         events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in profiler.key_averages()]
+        events = [e for e in events if e[1]]
         events.sort(key=lambda e: -e[1])
         total = sum(ms for _, ms, _ in events)
         for name, ms, count in events[:40]:
@@ -305,7 +341,7 @@ class Bench:
             shares[family(name)] = shares.get(family(name), 0.0) + ms
         for name, ms in sorted(shares.items(), key=lambda item: -item[1]):
             self.add({
-                "what": "profile", "variant": variant, "layers": self.a.plain_layers, "length": 2048, "family": name,
+                "what": "profile", "variant": variant, "layers": self.a.plain_layers, "length": self.a.lengths[0], "family": name,
                 "gpu_ms": ms, "share": ms / total,
             })  # fmt: skip
 
@@ -343,11 +379,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--warm", type=int, default=2, help="updates before the first one that is timed")
     parser.add_argument("--repeats", type=int, default=3, help="updates that are timed; the median counts")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant or length after this")
     arguments = parser.parse_args()
     arguments.variants = arguments.variants.split(",")
     if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
+        if ON_GPU:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if ON_GPU else "gloo")
     start = time.perf_counter()
     bench = Bench(arguments)
     for section in arguments.sections.split(","):

@@ -69,7 +69,8 @@ def main() -> None:
             jobs |= {("blocks", m, n, k) for m in arguments.rows}
             if arguments.train:
                 jobs |= {("blocks", m, k, n) for m in arguments.rows}
-                jobs.add(("tiles", n, k, max(arguments.rows)))
+                # wgrad, and the same with one operand in blocks (flow.train.wgrad=blocks).
+                jobs |= {("tiles", n, k, max(arguments.rows)), ("blocks", n, k, max(arguments.rows))}
     jobs = sorted(jobs)
     if arguments.part is not None:
         work(jobs[arguments.part :: arguments.processes])

@@ -25,6 +25,8 @@ REDUCTION_BYTES = 20 << 10
 # Rows longer than this are walked in chunks; fastest of a sweep on an H200, as the elements per thread.
 LARGEST_CHUNK = 4096
 ELEMENTS_PER_THREAD = 16
+# Rows that a program of the forward walks.
+FORWARD_ROWS = 1
 
 
 def _row_layout(k: int) -> tuple[int, int]:
@@ -64,38 +66,58 @@ def _load_sum(x, residual, at, inside, HAS_RESIDUAL: tl.constexpr, IS_BF16: tl.c
 
 
 # Not specialized on what varies with M: one binary serves every M.
-@triton.jit(do_not_specialize=["stride_scale"])
+@triton.jit(do_not_specialize=["m", "stride_scale"])
 def _norm_kernel(
-    x, residual, weight, y, hidden, rstd, codes, scale, k, kp, stride_scale, eps,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
-    IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, residual, weight, y, hidden, rstd, codes, scale, m, k, kp, stride_scale, eps,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
+    POW2: tl.constexpr, IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    start = row * k
-    squares = tl.zeros((CHUNK,), dtype=tl.float32)
-    for c in tl.static_range(CHUNKS):
-        col = c * CHUNK + tl.arange(0, CHUNK)
-        h = _load_sum(x, residual, start + col, col < k, HAS_RESIDUAL, IS_BF16, INTERPRETED)
-        squares += h * h
-    r = tl.math.rsqrt(tl.sum(squares, axis=0) / k + eps)
-    tl.store(rstd + row, r)
-    for c in tl.static_range(CHUNKS):
-        tile = c * (CHUNK // 128) + tl.arange(0, CHUNK // 128)
-        at = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
-        inside = at < k
-        h = _load_sum(x, residual, start + at, inside, HAS_RESIDUAL, IS_BF16, INTERPRETED)
-        if HAS_RESIDUAL:
-            tl.store(hidden + start + at, h.to(hidden.dtype.element_ty), mask=inside)
-        w = round_to_carrier(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
-        n = round_to_carrier(round_to_carrier(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
-        if QUANTIZE:
-            s = scale_of(amax(n, 1, INTERPRETED), POW2, INTERPRETED)
-            padded = tile < kp // 128
-            code = encode(n, s[:, None], POW2, IS_BF16, INTERPRETED)
-            tl.store(codes + row * kp + at, code, mask=padded[:, None])
-            tl.store(scale + tile.to(tl.int64) * stride_scale + row, s, mask=padded)
-        else:
-            tl.store(y + start + at, n.to(y.dtype.element_ty), mask=inside)
+    if ROWS > 1 and CHUNKS == 1:
+        # What all rows share, and the next row on its way while this one is worked on.
+        at0 = tl.arange(0, CHUNK // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        kept_weight = tl.load(weight + at0, mask=at0 < k, other=0.0)
+        col0 = tl.arange(0, CHUNK)
+        ahead = tl.load(x + tl.program_id(0).to(tl.int64) * ROWS * k + col0, mask=col0 < k, other=0.0)
+    for i in range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + i
+        real = row < m if ROWS > 1 else True
+        start = row * k
+        squares = tl.zeros((CHUNK,), dtype=tl.float32)
+        for c in tl.static_range(CHUNKS):
+            col = c * CHUNK + tl.arange(0, CHUNK)
+            inside = col < k if ROWS == 1 else (col < k) & real
+            if ROWS > 1 and CHUNKS == 1:
+                h = ahead.to(tl.float32)
+                if HAS_RESIDUAL:
+                    other = tl.load(residual + start + col, mask=inside, other=0.0).to(tl.float32)
+                    h = round_to_carrier(h + other, IS_BF16, INTERPRETED)
+                ahead = tl.load(x + start + k + col, mask=(col < k) & (row + 1 < m) & (i + 1 < ROWS), other=0.0)
+            else:
+                h = _load_sum(x, residual, start + col, inside, HAS_RESIDUAL, IS_BF16, INTERPRETED)
+            squares += h * h
+        r = tl.math.rsqrt(tl.sum(squares, axis=0) / k + eps)
+        tl.store(rstd + row, r, mask=real)
+        for c in tl.static_range(CHUNKS):
+            tile = c * (CHUNK // 128) + tl.arange(0, CHUNK // 128)
+            at = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
+            within = at < k
+            inside = within if ROWS == 1 else within & real
+            h = _load_sum(x, residual, start + at, inside, HAS_RESIDUAL, IS_BF16, INTERPRETED)
+            if HAS_RESIDUAL:
+                tl.store(hidden + start + at, h.to(hidden.dtype.element_ty), mask=inside)
+            if ROWS > 1 and CHUNKS == 1:
+                w = round_to_carrier(kept_weight.to(tl.float32), IS_BF16, INTERPRETED)
+            else:
+                w = round_to_carrier(tl.load(weight + at, mask=within, other=0.0).to(tl.float32), IS_BF16, INTERPRETED)
+            n = round_to_carrier(round_to_carrier(h * r, IS_BF16, INTERPRETED) * w, IS_BF16, INTERPRETED)
+            if QUANTIZE:
+                s = scale_of(amax(n, 1, INTERPRETED), POW2, INTERPRETED)
+                padded = tile < kp // 128 if ROWS == 1 else (tile < kp // 128) & real
+                code = encode(n, s[:, None], POW2, IS_BF16, INTERPRETED)
+                tl.store(codes + row * kp + at, code, mask=padded[:, None])
+                tl.store(scale + tile.to(tl.int64) * stride_scale + row, s, mask=padded)
+            else:
+                tl.store(y + start + at, n.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -238,9 +260,9 @@ def _norm(x, residual, weight, eps, scale_format):
     hidden = x.new_empty(0) if residual is None else x.new_empty(m, k)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     if m:
-        _norm_kernel[(m,)](
-            x, residual, weight, y, hidden, rstd, codes.view(torch.uint8), scale, k, kp, scale.stride(1), eps,
-            CHUNKS=ceil_div(k, chunk), CHUNK=chunk, HAS_RESIDUAL=residual is not None, QUANTIZE=quantize,
+        _norm_kernel[(ceil_div(m, FORWARD_ROWS),)](
+            x, residual, weight, y, hidden, rstd, codes.view(torch.uint8), scale, m, k, kp, scale.stride(1), eps,
+            ROWS=FORWARD_ROWS, CHUNKS=ceil_div(k, chunk), CHUNK=chunk, HAS_RESIDUAL=residual is not None, QUANTIZE=quantize,
             POW2=scale_format == "pow2", IS_BF16=x.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, num_warps=warps,
         )  # fmt: skip
     return y, codes, scale, hidden, rstd

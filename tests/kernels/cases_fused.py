@@ -38,6 +38,23 @@ def test_fused_norm_gives_the_bytes_of_norm_then_quantize(m, k, with_residual, s
     torch.testing.assert_close(y.cpu().float(), expected.float(), rtol=4 * BF16_ROUNDING, atol=0)
 
 
+@pytest.mark.parametrize("rows", (2, 4))
+@pytest.mark.parametrize("with_residual", (False, True))
+@pytest.mark.parametrize("m,k", ((7, 576), (5, 4224)))
+def test_the_norm_in_programs_that_walk_rows_gives_the_same_bits(m, k, with_residual, rows, generator, monkeypatch):
+    """4224 columns lie in two chunks, 576 in one, where the next row is loaded ahead."""
+    x, w = _randn(generator, m, k).to(DEVICE), _randn(generator, k).to(DEVICE)
+    residual = _randn(generator, m, k).to(DEVICE) if with_residual else None
+
+    def outputs():
+        fused = norm_triton.rms_norm_quantize(x, residual, w, 1e-6, "fp32")
+        return *fused, *norm_triton.rms_norm(x, residual, w, 1e-6)
+
+    one_row = outputs()
+    monkeypatch.setattr(norm_triton, "FORWARD_ROWS", rows)
+    assert_same(outputs(), tuple(t.cpu() for t in one_row))
+
+
 def test_a_row_of_the_norm_has_the_same_bits_for_any_number_of_rows(generator):
     x, w = _randn(generator, 9, 576).to(DEVICE), _randn(generator, 576).to(DEVICE)
     whole, _, _ = norm_triton.rms_norm(x, None, w, 1e-6)
