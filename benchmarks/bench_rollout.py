@@ -188,14 +188,11 @@ def cells_of(arguments: argparse.Namespace, engine: str) -> list[tuple[int, int]
     return [(c, s) for c, s in wanted if s * (c + arguments.steps + 32) * token_bytes(config) <= room]
 
 
-def prepare(arguments: argparse.Namespace):
+def prepare(arguments: argparse.Namespace) -> tuple[object, dict]:
+    """(the engine, what it takes in its workers)."""
     engine, config = arguments.child, config_of(arguments.shape, arguments.layers)
     if arguments.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    began = time.perf_counter()
-    import vllm  # noqa: F401  (its share of the start is told apart)
-
-    imported = time.perf_counter() - began
     graphs = (
         {} if arguments.all_graphs or arguments.eager else {"cudagraph_capture_sizes": sorted(set(arguments.sequences))}
     )
@@ -210,8 +207,7 @@ def prepare(arguments: argparse.Namespace):
         **({"compilation_config": graphs} if graphs else {}),
     )  # fmt: skip
     llm.collective_rpc(_watch)
-    found = {"import_s": imported, "build_s": time.perf_counter() - began - imported, "memory": worker_memory(llm)}
-    return llm, found
+    return llm, {"memory": worker_memory(llm)}
 
 
 def answer(arguments: argparse.Namespace, llm, question: tuple) -> dict:
@@ -346,9 +342,8 @@ def warm_starts(arguments: argparse.Namespace, record: Record, until: float) -> 
         if engine not in record.results or time.perf_counter() > until:
             continue
         ready = start([engine], lambda e: _command(arguments, e), logs, arguments.ready_seconds)
-        for process, found, seconds in ready.values():
-            found.pop("memory")
-            record.starts.append({"engine": engine, "start_s": seconds, **found})
+        for process, _, seconds in ready.values():
+            record.starts.append({"engine": engine, "start_s": seconds})
             process.end()
         record.write()
 
@@ -388,7 +383,7 @@ def main() -> None:
     if arguments.warm_start:
         warm_starts(arguments, record, until)
     print_table(record.table())
-    shown = ("engine", "start_s", "import_s", "build_s", "beside", "prefill_tokens_s")
+    shown = ("engine", "start_s", "beside", "prefill_tokens_s")
     print_table([{k: r.get(k, "") for k in shown} for r in record.engines()])
     print_table(record.starts)
     print(record.write())
