@@ -42,11 +42,16 @@ def test_it_takes_its_job_its_log_and_the_lock(tmp_path):
     assert "FileNotFoundError" in (tmp_path / "log.txt").read_text()
 
 
+WORKERS = "ray_kwargs.ray_init.num_cpus=10"
+
+
 @pytest.mark.parametrize(
     ("words", "cores", "fits"),
     [
         ((), 16, True),
         ((), 2, False),
+        (("ray_kwargs.ray_init.num_cpus=null",), 16, False),
+        (("ray_kwargs.ray_init.num_cpus=16",), 64, False),
         (("trainer.nnodes=2",), 16, False),
         (("actor_rollout_ref.rollout.full_determinism=true",), 16, False),
         (("+ray_kwargs.ray_init.address=auto",), 16, False),
@@ -56,4 +61,5 @@ def test_it_takes_its_job_its_log_and_the_lock(tmp_path):
 def test_ray_is_started_here_where_idle_workers_can_be_used(tmp_path, monkeypatch, words, cores, fits):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert local_ray.fits(composed(tmp_path, *words)) is fits
+    cfg = composed(tmp_path, *(words if any("num_cpus" in word for word in words) else (*words, WORKERS)))
+    assert local_ray.fits(cfg) is fits

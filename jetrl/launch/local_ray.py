@@ -10,8 +10,8 @@ import os
 
 from omegaconf import DictConfig, OmegaConf
 
-# What the actors without a GPU import: TransferQueue's, the reward loop, the load balancer, the agent loop. None of these
-# initialises CUDA (verl.trainer.main_ppo does).
+# What the actors without a GPU import: TransferQueue's, the reward loop, the load balancer, the agent loop. Not
+# verl.trainer.main_ppo: it makes a CUDA context, half a GiB of the GPU in every process.
 PRELOADED = (
     "torch",
     "transfer_queue",
@@ -21,19 +21,23 @@ PRELOADED = (
 )
 # Below, idle workers that import would only take the cores from the processes that the job waits for.
 CORES = 8
+# Each idle worker takes about 1 GB of memory once it has imported.
+MOST_WORKERS = 12
 
 
 def fits(cfg: DictConfig) -> bool:
     """Whether this job's Ray is started here: one GPU of this machine, and nothing in the runtime environment but variables.
 
     With several GPUs a worker must not have seen them all before Ray tells it which one is its own. Full determinism is
-    left to VeRL, which sets its variables between this and ray.init.
+    left to VeRL, which sets its variables between this and ray.init. ray_kwargs.ray_init.num_cpus says how many workers
+    there will be: without it as many as the machine has cores, which may be hundreds.
     """
     ray_init = cfg.ray_kwargs.ray_init
     others = {key: value for key, value in (ray_init.get("runtime_env") or {}).items() if key != "env_vars" and value}
     elsewhere = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
     one = cfg.trainer.nnodes == 1 and cfg.trainer.n_gpus_per_node == 1
-    one = one and not cfg.actor_rollout_ref.rollout.full_determinism
+    few = 0 < (ray_init.get("num_cpus") or 0) <= MOST_WORKERS
+    one = one and few and not cfg.actor_rollout_ref.rollout.full_determinism
     return one and not others and not elsewhere and (os.cpu_count() or 1) >= CORES
 
 
