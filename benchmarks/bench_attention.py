@@ -292,6 +292,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("backward", "attention", "row_wise"), nargs="+", help="default: all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU to measure")  # each row would keep that as what its kernel answered
     found: dict[str, list[dict]] = {"attention": [], "row_wise": [], "backward": []}
 
     def keep(part: str, row: dict) -> None:
