@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
-from harness import copy_bandwidth, input_sets, print_table, time_calls, write_results
+from harness import copy_bandwidth, input_sets, print_table, require_gpu, time_calls, write_results
 
 from jetrl.attention import backends
 from jetrl.attention.choice import fa3_obstacle
@@ -292,8 +292,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("backward", "attention", "row_wise"), nargs="+", help="default: all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU to measure")  # each row would keep that as what its kernel answered
+    require_gpu()  # each row would keep its absence as what its kernel answered
     found: dict[str, list[dict]] = {"attention": [], "row_wise": [], "backward": []}
 
     def keep(part: str, row: dict) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
-from harness import copy_bandwidth, geometric_mean, input_sets, print_table, time_calls, write_results
+from harness import copy_bandwidth, geometric_mean, input_sets, print_table, require_gpu, time_calls, write_results
 from jetrl_kernels import backends, few_rows_gemm
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--sweep", action="store_true", help="time every cut of the work")
     arguments = parser.parse_args()
+    require_gpu()
     bandwidth = copy_bandwidth()
     rows = []
     for n, k in SHAPES:

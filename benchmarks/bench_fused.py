@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from harness import copy_bandwidth, print_table, time_calls, write_results
+from harness import copy_bandwidth, print_table, require_gpu, time_calls, write_results
 from jetrl_kernels import fused_triton
 
 T, HIDDEN, FFN, HEADS, KV_HEADS, SIZE = 16384, 4096, 12288, 32, 8, 128
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
+    require_gpu()
     copy, rows = copy_bandwidth(), []
     for group, cases in GROUPS.items():
         for setting in SWEEPS.get(group, [{}]) if arguments.sweep else [{}]:

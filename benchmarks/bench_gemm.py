@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
-from harness import geometric_mean, input_sets, print_table, time_calls, write_results
+from harness import geometric_mean, input_sets, print_table, require_gpu, time_calls, write_results
 from jetrl_kernels import backends, gemm, gemm_triton
 
 TOKENS = 8192
@@ -87,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     out = parser.parse_args().out
+    require_gpu()
     print(backends.describe_backends())
     rows = []
     for n, k in SHAPES:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
-from harness import input_sets, print_table, time_calls, write_results
+from harness import input_sets, print_table, require_gpu, time_calls, write_results
 from jetrl_kernels import gemm_grouped_triton
 
 EXPERTS, ROWS = 128, 65536
@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     out = parser.parse_args().out
+    require_gpu()
     sizes = shares(torch.Generator().manual_seed(0))
     rows = [row for n, k in SHAPES for row in measure(n, k, sizes)]
     print_table(rows)

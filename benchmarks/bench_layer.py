@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import geometric_mean, print_table, time_calls, write_results
+from harness import geometric_mean, print_table, require_gpu, time_calls, write_results
 from torch import nn
 
 from jetrl.linear import Float8Linear
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--torchao-triton", action="store_true", help="also time torchao with its Triton GEMMs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no layer after this")
     arguments = parser.parse_args()
+    require_gpu()
     rows, deadline = [], time.perf_counter() + arguments.seconds
     for n, k in SHAPES:
         x = torch.randn(TOKENS, k, device="cuda", dtype=torch.bfloat16).requires_grad_()

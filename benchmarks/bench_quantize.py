@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
 import torch
-from harness import copy_bandwidth, input_sets, print_table, time_calls, write_results
+from harness import copy_bandwidth, input_sets, print_table, require_gpu, time_calls, write_results
 from jetrl_kernels import norm_triton, quantize_triton
 
 TOKENS = 8192
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--sweep", action="store_true", help="time other cuts of two kernels")
     arguments = parser.parse_args()
+    require_gpu()
     out = arguments.out
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.0f} GB/s")

@@ -9,6 +9,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,16 @@ class Timing:
 
     us: float
     spread: float
+
+
+def require_gpu() -> None:
+    """Ends the program, exit code 2, with one sentence where there is nothing to measure on.
+
+    For programs without a rehearsal on a CPU, after they parsed their arguments (so that --help works anywhere).
+    """
+    if not torch.cuda.is_available():
+        print(f"{Path(sys.argv[0]).name}: error: there is no GPU here; run it on a machine with one", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def time_calls(calls: Sequence[Callable[[], object]], repeats: int = 1) -> Timing:

@@ -1,0 +1,29 @@
+"""Kernel benchmarks on a machine without a GPU: one sentence, no traceback. Those with a rehearsal on a CPU go on there."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+REHEARSED = {"engine", "refit", "rollout", "update"}
+PROGRAMS = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob("bench_*.py"))}
+
+
+def test_a_benchmark_is_rehearsed_on_a_cpu_or_asks_for_a_gpu():
+    asking = {name for name, path in PROGRAMS.items() if re.search(r"^    require_gpu\(\)", path.read_text(), re.M)}
+    assert asking == set(PROGRAMS) - REHEARSED
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - REHEARSED))
+def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, name):
+    monkeypatch.setattr("sys.argv", [str(PROGRAMS[name])])
+    monkeypatch.syspath_prepend(FOLDER)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAMS[name]), run_name="__main__")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err == f"bench_{name}.py: error: there is no GPU here; run it on a machine with one\n"
