@@ -20,8 +20,12 @@ export VLLM_DEEP_GEMM_WARMUP=skip
 stage() { printf '[%3d s] %s\n' "$SECONDS" "$1"; }
 if [ ! -f "$model/model.safetensors" ]; then
     stage "warming up $model"
+    # vLLM looks at a model's class in a process of its own, 20 s in each engine's start until the answer is cached.
+    python -c "from vllm.model_executor.models.registry import ModelRegistry
+ModelRegistry.models['Qwen3ForCausalLM'].inspect_model_cls()" >/dev/null &
     # shellcheck disable=SC2086
     python scripts/warm_up_model.py --size "${SIZE:-20m}" --length "$length" --out "$model" --decode 32 ${WARM_UP:-}
+    wait
 fi
 # As many runs at once as there are flows.
 many=${SIDE_BY_SIDE:-$(tr ',' '\n' <<<"$flows" | wc -l)}
