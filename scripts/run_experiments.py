@@ -30,6 +30,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from jetrl.errors import UserError
+from jetrl.launch.args import closest, options
 from jetrl.launch.job import CONFIG
 from jetrl.launch.metrics_log import figures, read_run, summarize
 from jetrl.launch.provenance import STARTS
@@ -231,6 +232,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv[:split])
     args.overrides = argv[split + 1 :]
     args.flows = list(FLOWS) if args.flows == "all" else args.flows.split(",")
+    experiments = options("experiment")
+    if args.experiment not in experiments:
+        near = closest(args.experiment, experiments)
+        parser.error(f"experiment {args.experiment} is unknown{near}; allowed: {', '.join(experiments)}")
     unknown = [flow for flow in args.flows if flow not in FLOWS]
     if unknown:
         parser.error(f"--flows {unknown[0]} is unknown; allowed: {', '.join(FLOWS)}, all")

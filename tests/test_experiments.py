@@ -184,6 +184,15 @@ def test_an_unknown_flow_is_named_with_those_that_exist(capsys):
     assert "--flows fp4 is unknown; allowed: bf16, fp8_rollout" in capsys.readouterr().err
 
 
+def test_an_unknown_experiment_starts_nothing_and_is_named_with_those_that_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "start", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(SystemExit) as ended:
+        script.main(["chain_shrot", "--out", str(tmp_path / "runs")])
+    said = "experiment chain_shrot is unknown (did you mean chain_short?); allowed: chain_long, chain_short"
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_words_after_the_dashes_go_to_every_run():
     args = script.parse(
         ["chain_long", "--flows", "all", "--seeds", "3,1", "--side-by-side", "2", "--", "task.length=64", "a=b"]
