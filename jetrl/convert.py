@@ -67,7 +67,8 @@ def convert(
         raise ValueError(
             f"the precision graph assigns FP8 to {', '.join(sorted(wanted))}, which the model does not have"
         )
-    if fuse_layers and report.swapped:
+    # Also where every linear layer is excluded: the rollout of such a flow shares its norms all the same.
+    if fuse_layers and (report.swapped or graph.meta.get("assignment", {}).get("linear") == "fp8"):
         report.fusion = fuse(model, policy)
     return report
 

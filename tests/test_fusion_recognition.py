@@ -58,8 +58,8 @@ def test_a_layer_with_a_linear_in_bf16_keeps_its_forward():
 
 @pytest.mark.parametrize(
     "exclude,fused",
-    [(("model.layers.0.mlp.down_proj",), 1), (("*.down_proj",), 0), (("model.layers.1.*",), 1)],
-    ids=["one", "one of each layer", "a whole layer"],
+    [(("model.layers.0.mlp.down_proj",), 1), (("*.down_proj",), 0), (("model.layers.1.*",), 1), (("*",), 0)],
+    ids=["one", "one of each layer", "a whole layer", "all"],
 )
 def test_norms_beside_linears_in_bf16_are_the_rollouts(exclude, fused):
     """A unified rollout computes every norm through jetrl.rms_norm, whatever the format of the linears around it."""
