@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from html import escape
-from importlib.util import find_spec
 from typing import NoReturn
 
 from jetrl.command import run_command, write_file
@@ -29,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     options, words = _parse(argv)
     if options.backends:
-        print("\n".join(backend_lines()))
+        print("\n".join(backend_lines(compose_jetrl(words).gemm if words else "auto")))
         return 0
     from jetrl.launch import exact
     from jetrl.precision.architectures import load_config
@@ -182,16 +181,11 @@ def html_page(title: str, picture: str, lines: list[str]) -> str:
     )
 
 
-def backend_lines() -> list[str]:
-    """GEMM and quantizer backends of jetrl_kernels, a line each."""
-    if find_spec("jetrl_kernels.backends") is None:
-        return ["torch reference (the only backend of this jetrl_kernels)"]
-    from jetrl_kernels.backends import describe_backends
+def backend_lines(gemm: str) -> list[str]:
+    """GEMM and quantizer backends of jetrl_kernels under the key `gemm`, a line each."""
+    from jetrl.gemm_backend import check_gemm
 
-    try:
-        return [f"{what}: {value}" for what, value in describe_backends().items()]
-    except ValueError as e:
-        raise UserError(str(e)) from e
+    return [f"{what}: {value}" for what, value in check_gemm(gemm).items()]
 
 
 if __name__ == "__main__":

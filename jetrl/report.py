@@ -55,12 +55,15 @@ def _run(argv: list[str]) -> int:
 
     # Before the work, so that a missing rasteriser costs no time.
     convert = png.rasteriser() if options.png else None
-    runs, home = load_runs(options.runs)
+    found, home = load_runs(options.runs)
+    runs, unreadable = [r for r in found if not r.unreadable], [r for r in found if r.unreadable]
     out = Path(options.out).expanduser() if options.out else home / "report.html"
     checked = verdicts(runs)
     table = rows(group_runs(runs), checked)
     pictures = sections(table)
-    write_file(out, html_page(runs, table, pictures), option=" with --out")
+    write_file(out, html_page(runs, table, pictures, unreadable), option=" with --out")
+    for run in unreadable:
+        print(f"left out {run.name}: {run.unreadable}")
     print(f"report   {out}")
     if convert is not None:
         folder = out.with_name(f"{out.stem}_png")

@@ -18,6 +18,7 @@ arithmetic task. group=name and +group=name mean the same; key=value overrides a
   resume=auto           or disable, or the path of a global_step_N folder
   masters=bf16          (stochastic rounding) or fp32: the weights that the optimizer owns
   wire=fp8              or bf16: what a weight sync sends to the rollout
+  gemm=auto             or deepgemm, cublaslt, triton: who multiplies FP8 matrices on a GPU
   flow.train.<key>=..   a key of the chosen precision flow
   algorithm.rollout_correction.rollout_is=token
                         token-level truncated importance sampling of the rollout mismatch

@@ -184,16 +184,25 @@ def test_the_wire_reaches_the_trainer(tmp_path):
     assert composed(tmp_path, "wire=bf16").actor_rollout_ref.model.override_config.jetrl_wire == "bf16"
 
 
+def test_the_gemm_backend_reaches_both_sides_of_an_fp8_flow(tmp_path):
+    ours = composed(tmp_path, "gemm=triton").actor_rollout_ref
+    assert ours.model.override_config.jetrl_gemm == "triton"
+    assert ours.rollout.engine_kwargs.vllm.additional_config.jetrl_gemm == "triton"
+    stock = composed(tmp_path, "precision=bf16", "gemm=triton").actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert "jetrl_gemm" not in stock.additional_config
+
+
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
+        ("gemm=cutlass", ["jetrl_gemm=cutlass", "allowed: auto, deepgemm, cublaslt, triton"]),
         ("masters=fp16", ["masters=fp16", "allowed: bf16, fp32"]),
         ("wire=int8", ["jetrl_wire=int8", "allowed: fp8, bf16"]),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", ["give masters=bf16 or fp32 instead"]),
         ("+actor_rollout_ref.model.override_config.jetrl_wire=bf16", ["give wire=fp8 or bf16 instead"]),
     ],
 )
-def test_masters_and_wire_are_checked(tmp_path, word, parts):
+def test_masters_wire_and_gemm_are_checked(tmp_path, word, parts):
     with pytest.raises(UserError) as e:
         composed(tmp_path, word)
     assert all(part in str(e.value) for part in parts)

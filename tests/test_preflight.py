@@ -106,6 +106,8 @@ def test_a_good_job_passes_and_nothing_is_written(job, tmp_path):
         ({"data.train_batch_size": 8}, ["VeRL refuses", "train_batch_size (8)"]),
         ({"task.max_digits": 99}, ["task.max_digits=99"]),
         ({"trainer.device": "cuda", "trainer.n_gpus_per_node": 64}, ["n_gpus_per_node=64", "GPUs are visible"]),
+        ({"gemm": "triton"}, ["gemm=triton cannot be", "needs a GPU", "'auto' takes the torch reference"]),
+        ({f"{VLLM}.additional_config.jetrl_gem": "triton"}, ["jetrl_gem is not a key of jetrl", "jetrl_gemm"]),
         ({"run.dir": "/dev/null/run"}, ["run.dir=/dev/null/run", "/dev/null is not a folder"]),
     ],
 )

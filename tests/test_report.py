@@ -323,7 +323,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.jsonl").write_text("not json\n")
     (tmp_path / "none.jsonl").write_text("")
-    for name, text in {"yaml": "a: [", "other": "lr: 1\n"}.items():
+    for name, text in {"yaml": "a: [", "other": "lr: 1\n", "number": "actor_rollout_ref: 3\n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(text)
     write_metrics(tmp_path / "good.jsonl", metrics("bf16", 0))
@@ -335,6 +335,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
         ("none.jsonl",): "has no metrics in it",
         ("yaml",): "not a readable configuration",
         ("other",): "no actor_rollout_ref",
+        ("number",): "actor_rollout_ref.actor is no group of keys",
         ("good.jsonl", "--out", "gone/r.html"): "cannot be written",
         ("good.jsonl", "--pdf"): "--pdf",
     }

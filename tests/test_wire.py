@@ -3,11 +3,12 @@
 import pytest
 import torch
 from checkpoints_for_tests import build_model
+from jetrl_kernels.backends import GEMM_BACKENDS
 
 from jetrl.errors import UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.linear import quantize_weight
-from jetrl.settings import engine_settings
+from jetrl.settings import GEMMS, engine_settings, rollout_gemm
 
 
 def test_codes_and_scales_are_the_receivers_own_and_everything_else_travels_untouched():
@@ -52,6 +53,7 @@ def test_the_sync_of_a_models_linears_takes_half_of_bf16s_bytes():
     [
         ({"jetrl_wire": "fp16"}, ["jetrl_wire=fp16", "fp8, bf16"]),
         ({"jetrl_weight_cache": "always"}, ["jetrl_weight_cache=always", "auto, step, micro_batch"]),
+        ({"jetrl_gemm": "cutlass"}, ["jetrl_gemm=cutlass", "auto, deepgemm, cublaslt, triton"]),
         ({"jetrl_wires": "fp8"}, ["jetrl_wires", "is not a key of jetrl", "jetrl_wire,"]),
     ],
 )
@@ -59,3 +61,18 @@ def test_a_wrong_setting_is_one_sentence(config, words):
     with pytest.raises(UserError) as e:
         engine_settings({"attn_implementation": "sdpa", **config})
     assert all(word in str(e.value) for word in words) and "\n" not in str(e.value)
+
+
+def test_the_rollouts_own_keys_are_checked():
+    assert rollout_gemm({"jetrl_flow": "bf16", "other": 1}) == "auto"
+    assert rollout_gemm({"jetrl_gemm": "triton"}) == "triton"
+    with pytest.raises(UserError, match="additional_config.jetrl_gemm=cutlass is unknown; allowed: auto, deepgemm"):
+        rollout_gemm({"jetrl_gemm": "cutlass"})
+    with pytest.raises(
+        UserError, match="additional_config.jetrl_wire is not a key of jetrl; allowed: jetrl_flow, jetrl_gemm"
+    ):
+        rollout_gemm({"jetrl_wire": "fp8"})
+
+
+def test_the_gemms_that_may_be_named_are_the_kernels_own():
+    assert GEMMS == ("auto", *GEMM_BACKENDS)

@@ -14,7 +14,7 @@ GROUPS = ("model", "data", "algorithm", "precision", "hardware", "experiment")
 AUTOMATIC = {"precision": ("auto",)}
 
 # jetrl's own plain keys, which may also be given with a `+`, as the groups may.
-OWN_KEYS = ("run.name", "run.dir", "resume", "masters", "wire")
+OWN_KEYS = ("run.name", "run.dir", "resume", "masters", "wire", "gemm")
 # Keys that jetrl writes over whatever was given -> what to give instead.
 _ENV = "ray_kwargs.ray_init.runtime_env.env_vars"
 OWNED = {
@@ -23,8 +23,10 @@ OWNED = {
     "trainer.resume_from_path": "resume=<path of a global_step_N folder>",
     "actor_rollout_ref.model.override_config.jetrl_flow": "precision=<name>",
     "actor_rollout_ref.model.override_config.jetrl_wire": "wire=fp8 or bf16",
+    "actor_rollout_ref.model.override_config.jetrl_gemm": "gemm=<name>",
     "actor_rollout_ref.actor.fsdp_config.model_dtype": "masters=bf16 or fp32",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.jetrl_flow": "precision=<name>",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.jetrl_gemm": "gemm=<name>",
     f"{_ENV}.VERL_FILE_LOGGER_PATH": "run.dir=<folder>",
     f"{_ENV}.TENSORBOARD_DIR": "run.dir=<folder>",
 }

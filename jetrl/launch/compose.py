@@ -99,6 +99,7 @@ def _fill(cfg: DictConfig, name_suffix: str, root: str, resolve_model: bool, cho
     apply_calibration(cfg)
     wiring.apply_masters(cfg)
     wiring.apply_wire(cfg)
+    wiring.apply_gemm(cfg)
     wiring.apply_lengths(cfg)
     wiring.apply_layout(cfg, run)
     wiring.apply_resume(cfg, resume_choice(cfg))

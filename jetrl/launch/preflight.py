@@ -22,13 +22,13 @@ from jetrl.data import TaskConfig, check_columns
 from jetrl.data.models import REMOTE
 from jetrl.data.sources import local_files
 from jetrl.errors import JobError, UserError
-from jetrl.launch import exact, model_files, verl_schema
+from jetrl.launch import devices, exact, model_files, verl_schema
 from jetrl.launch.checkpoints import why_not_whole
 from jetrl.launch.config import run_config, steps_per_epoch
 from jetrl.precision.flow import DEFAULT_FLOW, Flow, flow_from_dict, load_flow
 from jetrl.precision.tensor_parallel import first_cut_block, sharded_linears, working_sizes
 from jetrl.precision.violation import violation_sentence
-from jetrl.settings import engine_settings
+from jetrl.settings import engine_settings, rollout_gemm
 from jetrl.versions import check_versions
 
 ENTRY_POINT = ("vllm.general_plugins", "jetrl", "jetrl.integrations.vllm:register")
@@ -48,7 +48,8 @@ def check(cfg: DictConfig) -> None:
     _check_trainer(cfg)
     _check_data(cfg)
     check_verl_accepts(cfg)
-    _check_devices(cfg)
+    devices.check_devices(cfg)
+    devices.check_gemm(cfg)
     _check_exact_machine(cfg)
     _check_output(cfg)
     _check_same_run(cfg)
@@ -170,6 +171,7 @@ def _check_quantization(cfg: DictConfig, flow: Flow) -> None:
             f"{flow.name}, which needs {'it unset' if wanted is None else wanted}; set "
             f"+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={'null' if wanted is None else wanted}"
         )
+    rollout_gemm(engine.get("additional_config") or {})
     named = str(OmegaConf.select(engine, "additional_config.jetrl_flow") or DEFAULT_FLOW)
     if flow.rollout.linear == "fp8" and load_flow(named) != flow:
         raise UserError(
@@ -307,37 +309,6 @@ def check_verl_accepts(cfg: DictConfig) -> None:
     except (AssertionError, ValueError, TypeError, OmegaConfBaseException, HydraException) as e:
         reason = e.__cause__ or e  # Hydra wraps what a dataclass's own check raised
         raise UserError(f"VeRL refuses the configuration: {' '.join(str(reason).split())}") from e
-
-
-def _check_devices(cfg: DictConfig) -> None:
-    """The hardware group fits this machine. Jobs of several nodes are left to Ray."""
-    import torch
-
-    count, wanted = torch.cuda.device_count(), cfg.trainer.n_gpus_per_node
-    if cfg.trainer.device == "cpu":
-        if count:
-            raise UserError(
-                f"hardware={cfg.choices.hardware} needs a machine without a visible GPU, and {count} are visible; "
-                "run it with CUDA_VISIBLE_DEVICES= (empty)"
-            )
-        ranks = cfg.ray_kwargs.ray_init.get("num_gpus")
-        if cfg.trainer.nnodes == 1 and isinstance(ranks, int) and wanted > ranks:
-            raise UserError(
-                f"trainer.n_gpus_per_node={wanted} is more than the {ranks} imaginary GPUs that Ray starts with on a CPU "
-                "(ray_kwargs.ray_init.num_gpus); lower it, or raise both"
-            )
-        from jetrl.integrations import verl_cpu
-
-        if not verl_cpu.is_active():
-            raise UserError(
-                "VeRL did not take jetrl's CPU platform; unset VERL_PLATFORM and VERL_USE_EXTERNAL_PLUGINS, and see that "
-                "jetrl is installed (pip install --no-deps -e . in a checkout)"
-            )
-    elif cfg.trainer.nnodes == 1 and count < wanted:
-        raise UserError(
-            f"trainer.n_gpus_per_node={wanted} (hardware={cfg.choices.hardware}) and {count} GPUs are visible; choose "
-            "another hardware= or set trainer.n_gpus_per_node"
-        )
 
 
 def _check_output(cfg: DictConfig) -> None:

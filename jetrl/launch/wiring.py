@@ -4,7 +4,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from jetrl.errors import UserError
 from jetrl.launch.config import RunConfig
-from jetrl.precision.flow import Flow
+from jetrl.precision.flow import Flow, load_flow
 from jetrl.settings import engine_settings
 
 PLUGIN_MODULE = "jetrl.integrations.verl"
@@ -63,6 +63,16 @@ def apply_wire(cfg: DictConfig) -> None:
     """`wire`: what a weight sync sends. Raises UserError for another value than EngineSettings allows."""
     with open_dict(cfg):
         cfg.actor_rollout_ref.model.override_config.jetrl_wire = cfg.wire
+    engine_settings(cfg.actor_rollout_ref.model.override_config)
+
+
+def apply_gemm(cfg: DictConfig) -> None:
+    """`gemm`: the FP8 GEMM backend of both sides. Raises UserError for another value than EngineSettings allows."""
+    rollout = cfg.actor_rollout_ref.rollout
+    with open_dict(cfg):
+        cfg.actor_rollout_ref.model.override_config.jetrl_gemm = cfg.gemm
+        if load_flow(cfg.actor_rollout_ref.model.override_config.jetrl_flow).rollout.linear == "fp8":
+            rollout.engine_kwargs.vllm.additional_config.jetrl_gemm = cfg.gemm
     engine_settings(cfg.actor_rollout_ref.model.override_config)
 
 

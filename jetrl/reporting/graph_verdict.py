@@ -34,6 +34,11 @@ def verdict_of(run: Run) -> Verdict:
 
     try:
         job = read_job(OmegaConf.create(run.cfg))
+    except (UserError, OmegaConfBaseException) as e:
+        return Verdict(UNKNOWN, " ".join(str(e).split()))
+    except (AttributeError, TypeError, ValueError) as e:  # a key that is missing, or no number where VeRL has one
+        return Verdict(UNKNOWN, f"its configuration is not the whole one of a job ({' '.join(str(e).split())})")
+    try:
         path = job.model_path
         if (run.path / MODEL / "config.json").is_file():  # what a run was kept with holds also where its model is not
             path = str(run.path / MODEL)

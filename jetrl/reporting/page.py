@@ -1,5 +1,6 @@
 """The report as one HTML page: no script, no font, no image from anywhere else."""
 
+from collections.abc import Sequence
 from html import escape
 
 from jetrl import __version__
@@ -20,7 +21,10 @@ from jetrl.reporting.tables import (
 )
 
 
-def html_page(runs: list[Run], table: list[Row], pictures: dict[str, list[Picture]]) -> str:
+def html_page(
+    runs: list[Run], table: list[Row], pictures: dict[str, list[Picture]], unreadable: Sequence[Run] = ()
+) -> str:
+    """runs: those in the table and the pictures. unreadable: listed with what is wrong with them."""
     flows = len(table)
     title = f"{flows} {'flows' if len({row.group.flow for row in table}) == flows else 'settings'} compared, {len(runs)} runs"
     if flows == 1:
@@ -36,7 +40,7 @@ def html_page(runs: list[Run], table: list[Row], pictures: dict[str, list[Pictur
         parts.append(f"<h2>{escape(heading)}</h2><div class='charts'>{''.join(map(_figure, row))}</div>")
     parts.append(phase_table(table))
     parts.append("<h2>Precision graph</h2>" + verdict_table(table))
-    parts.append("<h2>Runs</h2>" + run_table(table))
+    parts.append("<h2>Runs</h2>" + run_table(table, unreadable))
     parts.append("<h2>Configuration differences</h2>" + difference_table(runs, table))
     parts.append(f"<p class='muted'>jetrl {escape(__version__)}, python -m jetrl.report</p>")
     style = f"{page_css()}\n{picture_css()}\n@media (prefers-color-scheme:dark){{{picture_css(dark=True)}}}"

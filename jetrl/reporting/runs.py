@@ -29,7 +29,8 @@ _EARLIER_START = re.compile(r".+\.\d+\.jsonl$")
 class Run:
     """name: unique among the report's runs. steps: step -> VeRL's metrics. cfg: plain dicts; None for a plain VeRL job.
 
-    failure: `<exception>: <message>` of a job that ended with one.
+    failure: `<exception>: <message>` of a job that ended with one. unreadable: why a run in a folder of runs is only
+    listed; such a run has neither steps nor configuration.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Run:
     steps: dict[int, dict[str, float | None]]
     cfg: dict | None = None
     failure: str | None = None
+    unreadable: str | None = None
 
     @cached_property
     def flat(self) -> dict[str, object]:
@@ -61,12 +63,16 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """How many steps the job was to do; None where its configuration does not say."""
-        explicit = self.flat.get("trainer.total_training_steps")
+        explicit = self._count("trainer.total_training_steps")
         if explicit is not None:
-            return int(explicit)
+            return explicit
         names = ("trainer.total_epochs", "task.train_size", "data.train_batch_size")
-        epochs, rows, batch = (self.flat.get(name) for name in names)
+        epochs, rows, batch = map(self._count, names)
         return epochs * (rows // batch) if epochs and rows and batch else None
+
+    def _count(self, key: str) -> int | None:
+        value = self.flat.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     @property
     def finished(self) -> bool:
@@ -76,6 +82,8 @@ class Run:
     def state(self) -> str:
         """One phrase: finished, or where it stopped and why."""
         of = f" of {self.total_steps}" if self.total_steps is not None else ""
+        if self.unreadable is not None:
+            return f"left out: {self.unreadable}"
         if self.finished:
             return f"finished, {self.last_step} steps"
         where = f"at step {self.last_step}{of}" if self.last_step else f"before the first step{of and f' (0{of})'}"
@@ -89,18 +97,31 @@ class Run:
 def load_runs(paths: Sequence[str]) -> tuple[list[Run], Path]:
     """The runs that `paths` mean and the folder where the report goes unless told otherwise.
 
-    A path is a run's folder, a folder of runs (a sweep), or a metrics file. Raises UserError for anything else.
+    A path is a run's folder, a folder of runs (a sweep), or a metrics file. Raises UserError for anything else, and for a
+    run that cannot be read, unless it is one of several in a folder and another of them can: then it is `unreadable`.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, bool] = {}  # place -> whether it was only come upon in a folder
     home: Path | None = None
     for text in paths:
         path = Path(text).expanduser()
         places = _places(path, text)
-        found.update(dict.fromkeys(place.resolve() for place in places))
+        for place in (place.resolve() for place in places):
+            found[place] = found.get(place, True) and len(places) > 1
         if home is None:
             home = path if path.is_dir() else path.parent
     names = _names(list(found))
-    return [_load(place, names[place]) for place in found], home
+    runs, first = [], None
+    for place, one_of_many in found.items():
+        try:
+            runs.append(_load(place, names[place]))
+        except UserError as e:
+            if not one_of_many:
+                raise
+            first = first or e
+            runs.append(Run(names[place], place, {}, unreadable=_why(e, place)))
+    if first is not None and all(run.unreadable for run in runs):
+        raise first
+    return runs, home
 
 
 def _places(path: Path, text: str) -> list[Path]:
@@ -154,6 +175,11 @@ def _load(place: Path, name: str) -> Run:
     return Run(name, place, steps, cfg, _failure(folder / FAILURE) if folder else None)
 
 
+def _why(error: UserError, place: Path) -> str:
+    """What is wrong with a run, without its folder and without what to give instead."""
+    return str(error).partition("; give ")[0].replace(f"{place}/", "").replace(str(place), place.name)
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """libyaml's speed (a job's file has a thousand lines), and 1e-6 is a number, as it is for OmegaConf."""
 
@@ -173,6 +199,12 @@ def _config(file: Path) -> dict:
         raise UserError(f"{file} is not a readable configuration ({_first_line(e)}); give a run of jetrl.train") from e
     if not isinstance(cfg, dict) or "actor_rollout_ref" not in cfg:
         raise UserError(f"{file} is not a job's configuration (no actor_rollout_ref in it); give a run of jetrl.train")
+    parts = cfg["actor_rollout_ref"] if isinstance(cfg["actor_rollout_ref"], dict) else {}
+    missing = [part for part in ("actor", "rollout", "model") if not isinstance(parts.get(part), dict)]
+    if missing:
+        raise UserError(
+            f"{file} is not a job's configuration (actor_rollout_ref.{missing[0]} is no group of keys); give a run of jetrl.train"
+        )
     return cfg
 
 

@@ -1,6 +1,7 @@
 """The report's tables, as HTML: by flow, by phase, by run, and what differs between configurations."""
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from jetrl.launch.shareable import clean_text
@@ -11,6 +12,7 @@ from jetrl.reporting.runs import Run
 from jetrl.reporting.svg import number
 
 MISSING = "not logged"
+STOCHASTIC = "jetrl.optimizer.StochasticAdamW"
 
 
 def _table(caption: str, heads: list[str], rows: list[list[str]], breakable: tuple[str, ...] = ()) -> str:
@@ -98,15 +100,34 @@ def verdict_table(table: list[Row]) -> str:
         [
             escape(r.group.label),
             f"<span class='{r.verdict.state.replace(' ', '-')}'>{escape(r.verdict.sentence)}</span>",
+            escape(_masters(r.group.runs[0])),
         ]
         for r in table
     ]
-    return _table(
-        "What jetrl.check says of each flow on the run's own model and configuration.", ["flow", "verdict"], rows
+    caption = (
+        "What jetrl.check says of each flow on the run's own model and configuration, and what its optimizer owns."
     )
+    return _table(caption, ["flow", "verdict", "master weights"], rows)
 
 
-def run_table(table: list[Row]) -> str:
+def _masters(run: Run) -> str:
+    """As integrations/verl/masters.py says it of the live optimizer; an existing VeRL job keeps the ones it chose."""
+    actor = "actor_rollout_ref.actor"
+    dtype = run.flat.get(f"{actor}.fsdp_config.model_dtype")
+    optimizer = ".".join(str(run.flat.get(f"{actor}.optim.{key}")) for key in ("optimizer_impl", "optimizer"))
+    option = f"{actor}.optim.override_optimizer_config.bf16_stochastic_round"
+    if dtype is None:
+        return "not recorded"
+    if dtype in ("fp32", "float32", "float"):
+        return f"FP32 ({optimizer})"
+    if dtype not in ("bf16", "bfloat16"):
+        return f"{dtype} ({optimizer})"
+    if run.flat.get(option, optimizer == STOCHASTIC) is True:
+        return f"BF16, rounded stochastically ({optimizer})"
+    return f"BF16, rounded to nearest: small updates are lost ({optimizer})"
+
+
+def run_table(table: list[Row], unreadable: Sequence[Run] = ()) -> str:
     heads = ["run", "flow", "seed", "state", "accuracy before", "after", "folder"]
     rows = []
     for row in table:
@@ -116,6 +137,8 @@ def run_table(table: list[Row]) -> str:
             rows.append(
                 [run.name, row.group.label, seed, state, *ends, clean_text(str(run.path))]
             )  # reports are published
+    for run in unreadable:
+        rows.append([run.name, "-", "-", clean_text(run.state), MISSING, MISSING, clean_text(str(run.path))])
     return _table("", heads, [[escape(cell) for cell in row] for row in rows], ("run", "state", "folder"))
 
 

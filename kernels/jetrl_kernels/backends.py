@@ -43,8 +43,7 @@ class Backends:
 def select_gemm_backend(name: str) -> None:
     """Ask for a backend ("auto" or one of GEMM_BACKENDS). Must come before the first GEMM. Raises ValueError."""
     global _wish
-    if name not in ("auto", *GEMM_BACKENDS):
-        raise ValueError(f"gemm backend {name!r} is unknown; allowed: auto, {', '.join(GEMM_BACKENDS)}")
+    resolve(name)
     if current.cache_info().currsize and current().gemm != name and name != "auto":
         raise ValueError(f"gemm backend {name!r} asked for after {current().gemm!r} already ran; select it at start")
     _wish = name
@@ -90,14 +89,19 @@ def _choose(capability: tuple[int, int], device: str, wish: str, missing: str | 
     return ("cublaslt", missing) if missing else ("deepgemm", "fastest backend of a Hopper GPU")
 
 
-@functools.cache
-def current() -> Backends:
-    """The backends of the current CUDA device. The first call decides and logs; later calls repeat the answer."""
+def resolve(wish: str) -> Backends:
+    """What "auto" or one of GEMM_BACKENDS would be on the current device; chooses nothing. Raises ValueError, one sentence."""
+    if wish not in ("auto", *GEMM_BACKENDS):
+        raise ValueError(f"gemm backend {wish!r} is unknown; allowed: auto, {', '.join(GEMM_BACKENDS)}")
     if not torch.cuda.is_available():
+        if wish != "auto":
+            raise ValueError(
+                f"gemm backend {wish!r} needs a GPU, and none is visible; 'auto' takes the torch reference"
+            )
         return Backends("cpu", "reference", "reference", "reference", "reference", "no CUDA device")
     device = torch.cuda.get_device_name()
-    gemm, why = _choose(torch.cuda.get_device_capability(), device, _wish, _missing_for_deepgemm())
-    chosen = Backends(
+    gemm, why = _choose(torch.cuda.get_device_capability(), device, wish, _missing_for_deepgemm())
+    return Backends(
         device=device,
         gemm=gemm,
         few_rows_gemm="triton" if gemm == "triton" else "few_rows_gemm.cu",
@@ -105,12 +109,20 @@ def current() -> Backends:
         quantizers="triton",
         why=why,
     )
-    _log.info(
-        "FP8 backends on %s: gemm %s (%s), few rows %s, wgrad %s", device, gemm, why, chosen.few_rows_gemm, chosen.wgrad
-    )
+
+
+@functools.cache
+def current() -> Backends:
+    """The backends of the current CUDA device. The first call decides and logs; later calls repeat the answer."""
+    chosen = resolve(_wish)
+    if chosen.device != "cpu":
+        _log.info(
+            "FP8 backends on %s: gemm %s (%s), few rows %s, wgrad %s",
+            chosen.device, chosen.gemm, chosen.why, chosen.few_rows_gemm, chosen.wgrad,
+        )  # fmt: skip
     return chosen
 
 
-def describe_backends() -> dict[str, str]:
-    """The same as a plain dict, for reports. Raises ValueError where no FP8 backend can run."""
-    return asdict(current())
+def describe_backends(wish: str | None = None) -> dict[str, str]:
+    """What runs in this process, or what `wish` would be, as a plain dict for reports. Raises ValueError where nothing can run."""
+    return asdict(current() if wish is None else resolve(wish))

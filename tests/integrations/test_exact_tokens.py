@@ -19,6 +19,11 @@ pytestmark = pytest.mark.slow
 TINY = os.path.join(os.path.dirname(assets.__file__), "tiny")
 TEMPERATURE = 0.7
 LENGTHS = (3, 40, 17, 64, 8, 33, 60, 5, 20, 48)
+# A prefill of more tokens than CHUNK is computed in several steps. Every other prompt starts alike, for the prefix cache.
+CHUNK, BLOCK, SHARED = 64, 16, 48
+LONGEST = 256
+# What the longest sequence that vLLM would take needs, and the null block: too few for eight sequences of 150 tokens.
+BLOCKS = LONGEST // BLOCK + 1
 
 
 def _kernels(model) -> dict:
@@ -31,7 +36,11 @@ def _kernels(model) -> dict:
 
 @pytest.fixture(scope="module")
 def rollout():
-    """(sequences as prompt, answer, log-probabilities; the live engine's graph), with prefills in chunks of 64 tokens."""
+    """(sequences as prompt, answer, log-probabilities; the live engine's graph; how often vLLM did what is hard).
+
+    Hard: a preempted sequence is computed again, in chunks and in other batches; its cached blocks and those of a prompt
+    that starts alike are not.
+    """
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
     )
@@ -40,25 +49,34 @@ def rollout():
 
     llm = LLM(
         TINY, quantization="jetrl", additional_config={"jetrl_flow": "unified_exact"}, skip_tokenizer_init=True,
-        enforce_eager=True, dtype="bfloat16", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
-        logprobs_mode="processed_logprobs", gpu_memory_utilization=0.1,
+        enforce_eager=True, dtype="bfloat16", max_model_len=LONGEST, max_num_seqs=8, max_num_batched_tokens=CHUNK,
+        logprobs_mode="processed_logprobs", gpu_memory_utilization=0.1, block_size=BLOCK, num_gpu_blocks_override=BLOCKS,
+        enable_prefix_caching=True, disable_log_stats=False,
     )  # fmt: skip
     rng = random.Random(3)
+    start = [rng.randrange(5, 500) for _ in range(SHARED)]
     prompts = [[rng.randrange(5, 500) for _ in range(rng.randrange(2, 90))] for _ in LENGTHS]
+    prompts = [start + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
     params = [
         SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
         for n in LENGTHS
     ]
-    sequences = []
+    sequences, cached = [], 0
     for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
         answer = output.outputs[0]
         ids = list(answer.token_ids)
         logprobs = torch.tensor([step[i].logprob for step, i in zip(answer.logprobs, ids, strict=True)])
         sequences.append((list(output.prompt_token_ids), ids, logprobs))
+        cached += output.num_cached_tokens
+    hard = {
+        "preemptions": sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"),
+        "cached tokens": cached,
+        "prompts in chunks": sum(len(prompt) > CHUNK for prompt in prompts),
+    }
     graph = PrecisionGraph.from_dict(llm.apply_model(_kernels)[0])
     del llm
     cleanup_dist_env_and_memory()
-    return sequences, graph
+    return sequences, graph, hard
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +103,10 @@ def _log_probs(model, pack) -> torch.Tensor:
         pieces.append(found[start + len(prompt) - 1 : end - 1])
         start = end
     return torch.cat(pieces)
+
+
+def test_the_rollout_preempted_and_read_its_prefix_cache_and_prefilled_in_chunks(rollout):
+    assert all(count > 0 for count in rollout[2].values()), rollout[2]
 
 
 @pytest.mark.parametrize("size", (1, 5, len(LENGTHS)))

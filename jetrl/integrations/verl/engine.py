@@ -14,6 +14,7 @@ from jetrl import attention
 from jetrl.attention import sequence_parallel
 from jetrl.convert import convert
 from jetrl.errors import UserError
+from jetrl.gemm_backend import choose_gemm
 from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl import masters
 from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
@@ -59,6 +60,8 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
         self.flow = load_flow(getattr(self.model_config.hf_config, "jetrl_flow", None))
         self._settings = engine_settings(self.model_config.override_config)
         self._refuse_unsupported()
+        if self.flow.train.linear == "fp8":
+            choose_gemm(self._settings.gemm)
         self._choose_attention()
         module = super()._build_module()
         restore_frequencies(module)

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.utils import set_weight_attrs
 
 from jetrl.errors import UserError
+from jetrl.gemm_backend import choose_gemm
 from jetrl.integrations.vllm import engine, operators
 from jetrl.integrations.vllm.refit import WeightReceiver
 from jetrl.integrations.vllm.shards import shards_of
@@ -17,6 +18,7 @@ from jetrl.precision.build_hf import declare_from_config
 from jetrl.precision.flow import Flow, load_flow
 from jetrl.precision.formats import LinearFormat
 from jetrl.precision.graph import PrecisionGraph
+from jetrl.settings import rollout_gemm
 
 QUANTIZATION_NAME = "jetrl"
 
@@ -40,6 +42,8 @@ class JetConfig(QuantizationConfig):
         if self._graph is None:
             config = get_current_vllm_config()
             self._graph = declare_from_config(config.model_config.hf_config, self.flow(config).rollout)
+            if self.flow(config).rollout.linear == "fp8":
+                choose_gemm(rollout_gemm(config.additional_config or {}))
             engine.prepare(config, self.is_unified(config))
         return self._graph
 
