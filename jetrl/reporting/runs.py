@@ -63,9 +63,9 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """How many steps the job was to do; None where its configuration does not say."""
-        explicit = self._count("trainer.total_training_steps")
-        if explicit is not None:
-            return explicit
+        explicit = "trainer.total_training_steps"
+        if self.flat.get(explicit) is not None:
+            return self._count(explicit)
         names = ("trainer.total_epochs", "task.train_size", "data.train_batch_size")
         epochs, rows, batch = map(self._count, names)
         return epochs * (rows // batch) if epochs and rows and batch else None
