@@ -50,7 +50,8 @@ def test_every_operator_of_the_forward_names_its_kernel_and_the_formats_are_thos
     assert compare(infer, train) == []
     computing = [o for o in train.operators if o.phase == "forward" and o.kind not in ("parameter", "output")]
     assert computing and all(o.definition for o in computing)
-    assert kernels.kernel_of_edge(infer, "model.layers.0.self_attn.o_proj.x_quantizer", "x") == kernels.ATTENTION
+    read = infer.edge_by_key["model.layers.0.self_attn.o_proj.x_quantizer", "x"]
+    assert infer.operator_by_name[read.producer].definition == kernels.ATTENTION
     plain = build_inference_graph(meta_model(CONFIG), load_flow("unified_fp8").rollout)
     assert plain.edges == infer.edges and plain.digest() != infer.digest()
 

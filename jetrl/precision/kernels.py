@@ -55,8 +55,3 @@ def with_kernels(graph: PrecisionGraph, kernel_of: Callable[[Operator], str | No
         return replace(o, definition=EXACT[o.kind] if found is None else found)
 
     return PrecisionGraph(tuple(named(o) for o in graph.operators), graph.edges, graph.meta)
-
-
-def kernel_of_edge(graph: PrecisionGraph, consumer: str, tensor: str) -> str:
-    """The kernel that produced what `consumer` reads as `tensor`; empty where the graph names no kernels."""
-    return graph.operator_by_name[graph.edge_by_key[consumer, tensor].producer].definition
