@@ -87,7 +87,7 @@ def finished_run(tmp_path: Path, steps: int = 3) -> tuple[script.Run, Path]:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text(
-        f"actor_rollout_ref: {{}}\ntrainer: {{total_training_steps: 3}}\nrun: {{dir: '{Path.cwd()}/runs/demo'}}\n"
+        f"actor_rollout_ref: {{actor: {{}}, rollout: {{}}, model: {{}}}}\ntrainer: {{total_training_steps: 3}}\nrun: {{dir: '{Path.cwd()}/runs/demo'}}\n"
     )
     (folder / "starts.jsonl").write_text('{"command": "python -m jetrl.train"}\n')
     process = subprocess.Popen([sys.executable, "-c", ""])
