@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import print_table, write_results
+from kernel_families import family
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -344,27 +345,6 @@ class Bench:
                 "what": "profile", "variant": variant, "layers": self.a.plain_layers, "length": self.a.lengths[0], "family": name,
                 "gpu_ms": ms, "share": ms / total,
             })  # fmt: skip
-
-
-# First match wins; names of this software stack's kernels.
-FAMILIES = (
-    ("attention", ("flash", "fmha", "varlen")),
-    ("optimizer", ("triton_poi_", "triton_per_", "triton_red_", "single_param_adam", "distribution")),
-    ("FP8 GEMM", ("fp8_gemm", "sm90_fp8", "e4m3", "qqtst", "deep_gemm")),
-    ("BF16 GEMM", ("gemm", "nvjet", "cutlass", "cublas")),
-    ("rotary, q/k norm", ("_rotary_kernel", "_head_kernel", "rope")),
-    ("norm", ("_norm_kernel", "_norm_backward", "rms_norm")),
-    # jetrl's SiLU-mul and log-prob kernels have the same names.
-    ("activation, log-probs", ("silu", "swiglu", "_forward_kernel", "_backward_kernel")),
-    ("quantization", ("_tiles_kernel", "_both_kernel", "_transposed_kernel", "_requantize", "_blocks_kernel")),
-    ("reduction", ("reduce_kernel",)),
-    ("copy", ("copy", "memcpy", "memset", "cat", "fill")),
-)
-
-
-def family(kernel: str) -> str:
-    name = kernel.lower()
-    return next((f for f, parts in FAMILIES if any(p in name for p in parts)), "elementwise and other")
 
 
 def main() -> None:
