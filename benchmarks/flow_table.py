@@ -36,7 +36,7 @@ def row(folder: Path) -> dict:
     """One run as plain values. Raises FileNotFoundError for a folder without a run in it."""
     cfg = OmegaConf.load(folder / "config.yaml")
     figures = asdict(summarize(read_run(folder / "metrics.jsonl")))
-    return {"flow": cfg.flow.name, "seed": cfg.task.seed if "task" in cfg else None, "run": folder.name, **figures}
+    return {"flow": cfg.flow.name, "seed": cfg.data.seed, "run": folder.name, **figures}
 
 
 def markdown(rows: list[dict]) -> str:
