@@ -34,7 +34,7 @@ class EarlyWorker:
     def hand_over(self, config: Path, log: int, lock: int) -> subprocess.Popen | None:
         """Send the configuration's path, the log that its output goes to, and the lock that it holds with its parent.
 
-        None when the process has ended before: a fresh one shows in the log why.
+        None when the process has been killed before: a fresh one takes its place.
         """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._ours, [str(config).encode()], [log, lock])

@@ -25,9 +25,10 @@ LONGEST_PATH = 4096
 def main(argv: list[str]) -> None:
     die_with_parent()
     if argv[0] == WAIT:
-        import verl.trainer.main_ppo  # noqa: F401
-
-        config_file = _wait(int(argv[1]))
+        try:
+            import verl.trainer.main_ppo  # noqa: F401
+        finally:  # an import that fails waits too: its traceback belongs in the job's log, and there is none before
+            config_file = _wait(int(argv[1]))
     else:
         config_file = Path(argv[0])
     sys.excepthook = _Report(config_file.parent / FAILURE)
