@@ -28,16 +28,19 @@ MOST_WORKERS = 12
 def fits(cfg: DictConfig) -> bool:
     """Whether this job's Ray is started here: one GPU of this machine, and nothing in the runtime environment but variables.
 
-    With several GPUs a worker must not have seen them all before Ray tells it which one is its own. Full determinism is
-    left to VeRL, which sets its variables between this and ray.init. ray_kwargs.ray_init.num_cpus says how many workers
-    there will be: without it as many as the machine has cores, which may be hundreds.
+    With several GPUs a worker must not have seen them all before Ray tells it which one is its own. Full determinism and the
+    logger rl_insight are left to VeRL, which sets their variables between this and ray.init. ray_kwargs.ray_init.num_cpus
+    says how many workers there will be: without it as many as the machine has cores, which may be hundreds.
     """
     ray_init = cfg.ray_kwargs.ray_init
     others = {key: value for key, value in (ray_init.get("runtime_env") or {}).items() if key != "env_vars" and value}
     elsewhere = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
     one = cfg.trainer.nnodes == 1 and cfg.trainer.n_gpus_per_node == 1
     few = 0 < (ray_init.get("num_cpus") or 0) <= MOST_WORKERS
-    one = one and few and not cfg.actor_rollout_ref.rollout.full_determinism
+    reward, loggers = cfg.reward.reward_model, cfg.trainer.logger or []
+    late = cfg.actor_rollout_ref.rollout.full_determinism or (reward.enable and reward.rollout.full_determinism)
+    late = late or "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers)
+    one = one and few and not late
     return one and not others and not elsewhere and (os.cpu_count() or 1) >= CORES
 
 
