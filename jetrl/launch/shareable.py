@@ -14,7 +14,8 @@ _CREDENTIAL = re.compile(r"(^|_)(token|secret|passwd|password|credentials?|(api|
 _SECRET = re.compile(r"\b(?:hf|ghp|gho|github_pat|glpat|sk|xox[abp])[-_][A-Za-z0-9_-]{16,}")
 _USER = re.compile(r"(?<=://)[^/@\s]+@")
 # At least two parts, not within a word, an address (https://host/a/b) or a relative path.
-_ABSOLUTE = re.compile(r"(?<![\w.~/:+-])/(?:[\w.+@=-]+/)+[\w.+@=-]*")
+_OUTSIDE = r"(?<![\w.~/+-])"
+_ABSOLUTE = re.compile(_OUTSIDE + r"/(?:[\w.+@=-]+/)+[\w.+@=-]*")
 HIDDEN = "***"
 
 
@@ -30,7 +31,8 @@ def clean_text(text: str, names: dict[str, str] | None = None) -> str:
     """
     for folder, name in (names or {}).items():
         text = text.replace(folder, name)
-    text = text.replace(f"{Path.cwd()}/", "")
+    if Path.cwd() != Path("/"):
+        text = re.sub(_OUTSIDE + re.escape(f"{Path.cwd()}/"), "", text)
     text = _USER.sub(f"{HIDDEN}@", _SECRET.sub(HIDDEN, text))
     return _ABSOLUTE.sub(lambda found: f".../{found[0].rstrip('/').rpartition('/')[2]}", text)
 
