@@ -281,11 +281,11 @@ def run_all(args) -> None:
     while waiting or running:
         while waiting and len(running) < args.at_once:
             case, place = waiting.pop(0), len(ended) + len(running)
-            log = (args.rows / f"{place}.log").open("w")
             command = [sys.executable, __file__, "--one", str(case), "--rows", str(args.rows / f"{place}.json")]
             command += ["--precision", args.precision, "--temperature", str(args.temperature)]
-            command += ["--scratch", args.scratch] if args.scratch else []
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            command += ["--scratch", args.scratch]
+            with (args.rows / f"{place}.log").open("w") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             running[place] = (case, process)
         late = time.monotonic() - began > args.seconds
         for place, (case, process) in list(running.items()):
@@ -340,7 +340,9 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # vLLM's and NCCL's own shutdown can hang; everything is written
     args.rows = args.rows or (args.out or Path(tempfile.mkdtemp())) / "exact-tokens"
-    run_all(args)
+    # A case that is killed or fails leaves its model there: gigabytes.
+    with tempfile.TemporaryDirectory(prefix="exact-", dir=args.scratch, ignore_cleanup_errors=True) as args.scratch:
+        run_all(args)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ OUT=${1:?give a folder for the results}
 SECONDS_ALL=${2:-600}
 mkdir -p "$OUT"/{a,b,c}
 WORK=$(mktemp -d)
+trap 'rm -rf "$WORK"' EXIT
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_DEEP_GEMM_WARMUP=skip TOKENIZERS_PARALLELISM=false
 SHARE() { echo $((SECONDS_ALL * $1 / 100)); }
 for layers in 4 2; do
@@ -48,4 +49,3 @@ tail -n 100 "$OUT"/[ac]/out.log
 $TABLE --lengths 256,1700,256 --prompt-lengths 100,7,250 --sequences 18 --mutations --keep-logs "$OUT/b" \
   --seconds "$(SHARE 38)" --name mismatch-gpu --out "$OUT/b" -- --kv-cache-tokens 8192 $ROLLOUT.max_num_seqs=12 \
   "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,12]" "${COMMON[@]}" 2>&1 | tee "$OUT/b/out.log"
-rm -rf "$WORK"

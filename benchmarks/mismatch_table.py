@@ -25,6 +25,7 @@ from pathlib import Path
 from harness import commit
 
 from jetrl.integrations.protocol import versions
+from jetrl.launch.shareable import clean_words
 from jetrl.launch.worker_entry import die_with_parent
 
 RESULTS = Path(__file__).parent / "results"
@@ -208,7 +209,8 @@ def write(results: dict, args: argparse.Namespace) -> None:
     today = datetime.date.today().isoformat()
     record = {
         "date": today, "commit": commit(), "device": device, "host": platform.machine(), "versions": versions(),
-        "command": sys.argv[1:], "rows": rows, "results": {"-".join(job): result for job, result in results.items()},
+        "command": clean_words(sys.argv[1:]), "rows": rows,
+        "results": {"-".join(job): result for job, result in results.items()},
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.name}-{today}.json").write_text(json.dumps(record, indent=1) + "\n")

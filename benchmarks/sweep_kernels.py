@@ -169,7 +169,7 @@ def _same(got: tuple, want: tuple) -> bool:
 
 def _hostile(name: str) -> list[tuple]:
     """Inputs and the torch reference's outputs, on a ragged shape of two or three tiles."""
-    generator = torch.Generator().manual_seed(int(time.time()))
+    generator = torch.Generator().manual_seed(0)
     found = []
     for kind in KINDS if ON_GPU else KINDS[::4]:
         x = matrix(kind, 300, 140, BF16, generator)
