@@ -99,7 +99,7 @@ def verdict_table(table: list[Row]) -> str:
     rows = [
         [
             escape(r.group.label),
-            f"<span class='{r.verdict.state.replace(' ', '-')}'>{escape(r.verdict.sentence)}</span>",
+            f"<span class='{r.verdict.state.replace(' ', '-')}'>{escape(clean_text(r.verdict.sentence))}</span>",
             escape(_masters(r.group.runs[0])),
         ]
         for r in table
@@ -134,9 +134,8 @@ def run_table(table: list[Row], unreadable: Sequence[Run] = ()) -> str:
         for run, seed in zip(row.group.runs, row.group.seeds, strict=True):
             ends = [MISSING if v is None else f"{v:.3f}" for v in first_and_last(run)]
             state = f"{run.state} ({run.failure.partition(': ')[2]})" if run.failure and not run.finished else run.state
-            rows.append(
-                [run.name, row.group.label, seed, state, *ends, clean_text(str(run.path))]
-            )  # reports are published
+            # A report is published: no path of this machine.
+            rows.append([run.name, row.group.label, seed, clean_text(state), *ends, clean_text(str(run.path))])
     for run in unreadable:
         rows.append([run.name, "-", "-", clean_text(run.state), MISSING, MISSING, clean_text(str(run.path))])
     return _table("", heads, [[escape(cell) for cell in row] for row in rows], ("run", "state", "folder"))
