@@ -60,8 +60,8 @@ def canonical_names(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 class TrainerObserver:
     """Context manager. rollout: the rollout's rows by point; feed: overwrite with them; mutation: see mutations_trainer.py.
-    After a forward, `found` holds a
-    Difference for every point that both engines showed, `prints` a checksum of the trainer's own values there."""
+    After a forward, `found` holds a Difference for every point that both engines showed, `prints` a checksum of the
+    trainer's own values there."""
 
     def __init__(
         self, module: nn.Module, layout: TokenLayout, rollout: dict[str, PointRows], feed: bool, mutation=None
