@@ -45,7 +45,7 @@ def begin(tmp_path):
     script.write_text(CHILD)
     started = []
 
-    def begin(*names, seconds=20.0):
+    def begin(*names, seconds=60.0):
         found = turns.start(list(names), lambda name: [str(script), name], tmp_path / "logs", seconds)
         started.extend(process for process, *_ in found.values())
         return found
@@ -57,7 +57,10 @@ def begin(tmp_path):
 
 def _ended(pid: int) -> bool:
     for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False
@@ -74,9 +77,9 @@ def test_children_answer_and_a_failed_question_loses_no_other(begin):
 
 
 def test_who_does_not_get_ready_is_left_out_and_its_last_words_are_shown(begin, capfd):
-    assert list(begin("broken", "fine", "slow", seconds=10.0)) == ["fine"]
+    assert list(begin("broken", "fine", "slow", seconds=20.0)) == ["fine"]
     shown = capfd.readouterr().out
-    assert "no such engine" in shown and "slow: not ready within 10 s" in shown
+    assert "no such engine" in shown and "slow: not ready within 20 s" in shown
 
 
 @pytest.mark.parametrize("question", ["end", "hang"])
@@ -85,5 +88,5 @@ def test_a_child_that_ends_or_hangs_is_gone_with_what_it_started(begin, question
     sleeper = process.ask("where", 10)["sleeper"]
     began = time.perf_counter()
     assert process.ask(question, 20.0 if question == "end" else 1.0) is None
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 20  # what it waits for at most, and not for the sleeper's 60 s
     assert _ended(sleeper)
