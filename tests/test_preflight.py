@@ -71,6 +71,11 @@ def test_a_good_job_passes_and_nothing_is_written(job, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_an_empty_list_of_devices_is_refused_for_rays_imaginary_gpu(job, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES is empty" in refusal(job())
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
