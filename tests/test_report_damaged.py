@@ -1,10 +1,13 @@
 """`python -m jetrl.report` on runs that left little or nonsense: the others are reported, and what it can say it says."""
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from report_for_tests import metrics, write_metrics, write_run
 
+from jetrl import assets
 from jetrl.report import main
 from jetrl.reporting import graph_verdict
 from jetrl.reporting.runs import load_runs
@@ -92,6 +95,14 @@ def test_a_configuration_with_parts_missing_has_no_verdict_and_says_why(tmp_path
     verdict = graph_verdict.verdict_of(run)
     assert verdict.state == graph_verdict.UNKNOWN and verdict.sentence
     assert main([str(folder)]) == 0
+
+
+def test_a_run_kept_without_its_model_takes_no_verdict_from_one_kept_with_it(tmp_path):
+    folders = [write_run(tmp_path, "unified_fp8", name=n, actor_rollout_ref__model__path="/gone/m") for n in "ab"]
+    (folders[1] / graph_verdict.MODEL).mkdir()
+    shutil.copy(Path(assets.__path__[0]) / "tiny" / "config.json", folders[1] / graph_verdict.MODEL)
+    found = graph_verdict.verdicts(load_runs([str(tmp_path)])[0])
+    assert (found["a"].state, found["b"].state) == (graph_verdict.UNKNOWN, graph_verdict.UNIFIED), found
 
 
 MASTERS = {

@@ -69,4 +69,8 @@ def verdicts(runs: list[Run]) -> dict[str, Verdict]:
 def _precision_part(run: Run) -> str:
     """All that verdict_of can depend on, and more: a key too many costs a check, a key too few a wrong verdict."""
     kept = ("actor_rollout_ref.", "data.", "trainer.")
-    return repr([(k, v) for k, v in run.flat.items() if k.startswith(kept) and matters(k)])
+    model = run.path / MODEL / "config.json"
+    return repr([
+        *((k, v) for k, v in run.flat.items() if k.startswith(kept) and matters(k)),
+        model.read_text() if model.is_file() else None,
+    ])  # fmt: skip
