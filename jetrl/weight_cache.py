@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetrl.errors import UserError
+from jetrl.settings import WEIGHT_CACHES
 
-CHOICES = ("auto", "step", "micro_batch")
 # `auto` keeps copies that fit into this part of the memory which is free when the first one of a generation is made:
 # activations are still to come, and the copies live until the next one.
 AUTO_SHARE = 0.15
@@ -73,8 +73,8 @@ class CachePolicy:
     """
 
     def __init__(self, choice: str = "auto") -> None:
-        if choice not in CHOICES:
-            raise UserError(f"weight_cache={choice} is unknown; allowed: {', '.join(CHOICES)}")
+        if choice not in WEIGHT_CACHES:
+            raise UserError(f"weight_cache={choice} is unknown; allowed: {', '.join(WEIGHT_CACHES)}")
         self.choice = choice
         self.decided: str | None = None if choice == "auto" else choice
         self.elements = 0

@@ -41,10 +41,11 @@ class JetConfig(QuantizationConfig):
         """
         if self._graph is None:
             config = get_current_vllm_config()
-            self._graph = declare_from_config(config.model_config.hf_config, self.flow(config).rollout)
             if self.flow(config).rollout.linear == "fp8":
                 choose_gemm(rollout_gemm(config.additional_config or {}))
             engine.prepare(config, self.is_unified(config))
+            # Last: a graph that is there says that the engine is prepared.
+            self._graph = declare_from_config(config.model_config.hf_config, self.flow(config).rollout)
         return self._graph
 
     def flow(self, config: VllmConfig) -> Flow:
