@@ -4,7 +4,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from jetrl.errors import UserError
 from jetrl.launch.config import RunConfig
-from jetrl.precision.flow import Flow, load_flow
+from jetrl.precision.flow import Flow
 from jetrl.settings import engine_settings
 
 PLUGIN_MODULE = "jetrl.integrations.verl"
@@ -59,21 +59,14 @@ def apply_masters(cfg: DictConfig) -> None:
             optim.optimizer_impl, optim.optimizer = "jetrl.optimizer", "StochasticAdamW"
 
 
-def apply_wire(cfg: DictConfig) -> None:
-    """`wire`: what a weight sync sends. Raises UserError for another value than EngineSettings allows."""
+def apply_settings(cfg: DictConfig) -> None:
+    """`wire` and `gemm`, under the names that an existing VeRL job gives them. Raises UserError for values that jetrl.settings refuses."""
+    model, rollout = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout
     with open_dict(cfg):
-        cfg.actor_rollout_ref.model.override_config.jetrl_wire = cfg.wire
-    engine_settings(cfg.actor_rollout_ref.model.override_config)
-
-
-def apply_gemm(cfg: DictConfig) -> None:
-    """`gemm`: the FP8 GEMM backend of both sides. Raises UserError for another value than EngineSettings allows."""
-    rollout = cfg.actor_rollout_ref.rollout
-    with open_dict(cfg):
-        cfg.actor_rollout_ref.model.override_config.jetrl_gemm = cfg.gemm
-        if load_flow(cfg.actor_rollout_ref.model.override_config.jetrl_flow).rollout.linear == "fp8":
+        model.override_config.jetrl_wire, model.override_config.jetrl_gemm = cfg.wire, cfg.gemm
+        if rollout.engine_kwargs.vllm.get("quantization") == QUANTIZATION:
             rollout.engine_kwargs.vllm.additional_config.jetrl_gemm = cfg.gemm
-    engine_settings(cfg.actor_rollout_ref.model.override_config)
+    engine_settings(model.override_config)
 
 
 def apply_lengths(cfg: DictConfig) -> None:
