@@ -36,6 +36,11 @@ def quantize_weight(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
     return QuantizedWeight(codes, scale, (weight.shape[0],))
 
 
+def quantize_weight_into(weight: torch.Tensor, scale_format: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """`quantize_weight` of a bfloat16 or float32 matrix, written into codes and scale (contiguous, of its padded shapes)."""
+    torch.ops.jetrl.quantize_blocks_into(weight, scale_format, codes, scale)
+
+
 def quantize_input(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) bfloat16 or float32 -> codes (M, K rounded up to 128) E4M3, scale (M, that / 128) float32."""
     _check_input(x)

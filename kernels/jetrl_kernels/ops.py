@@ -16,6 +16,7 @@ Ops
   quantize_tiles_both(x, scale_format)                   -> the four of the two above, from one read
   requantize_tiles_transposed(codes, scale, k, format)   -> codes (k, Mp), scale (k, Mp/128)
   quantize_blocks(weight, scale_format)                  -> codes (Np, Kp), scale (Np/128, Kp/128)
+  quantize_blocks_into(weight, scale_format, codes, scale) -> None: the same, written into the two, contiguous
   quantize_blocks_transposed(weight, scale_format)       -> codes (Kp, Np), scale (Kp/128, Np/128): for dgrad
   quantize_blocks_both(weight, scale_format)             -> the four of quantize_blocks and transpose_blocks
   transpose_blocks(codes, scale)                         -> codes (Kp, Np), scale (Kp/128, Np/128)
@@ -180,6 +181,33 @@ def _quantize_blocks(weight, scale_format):
     return quantize_reference.quantize_blocks(weight, scale_format)
 
 
+def check_block_outputs(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """Refuse storage that the blocks of `weight` do not fill, byte after byte. Raises ValueError."""
+    n, k = weight.shape
+    want = (pad_to_tile(n), pad_to_tile(k)), (ceil_div(n, TILE), ceil_div(k, TILE))
+    if (codes.shape, scale.shape) != want or codes.dtype != E4M3 or scale.dtype != torch.float32:
+        raise ValueError(
+            f"blocks of {(n, k)} fill codes {want[0]} {E4M3} and scale {want[1]} float32, not {tuple(codes.shape)} "
+            f"{codes.dtype} and {tuple(scale.shape)} {scale.dtype}"
+        )
+    if not (codes.is_contiguous() and scale.is_contiguous()):
+        raise ValueError(f"codes and scale must be contiguous, got strides {codes.stride()} and {scale.stride()}")
+
+
+def _quantize_blocks_into(weight, scale_format, codes, scale):
+    check_matrix("weight", weight)
+    check_block_outputs(weight, codes, scale)
+    made = quantize_reference.quantize_blocks(weight, scale_format)
+    codes.view(torch.uint8).copy_(made[0].view(torch.uint8))
+    scale.copy_(made[1])
+
+
+def _fake_quantize_blocks_into(weight, scale_format, codes, scale):
+    check_matrix("weight", weight)
+    check_scale_format(scale_format)
+    check_block_outputs(weight, codes, scale)
+
+
 def _transpose_blocks(codes, scale):
     # Through uint8: torch has few copy kernels for float8.
     return codes.view(torch.uint8).t().contiguous().view(E4M3), scale.t().contiguous()
@@ -214,6 +242,12 @@ _define(
     _quantize_blocks,
     "weight_triton",
     _fake_quantize_blocks,
+)
+_define(
+    "quantize_blocks_into(Tensor weight, str scale_format, Tensor(a!) codes, Tensor(b!) scale) -> ()",
+    _quantize_blocks_into,
+    "weight_triton",
+    _fake_quantize_blocks_into,
 )
 _define(
     "quantize_blocks_both(Tensor weight, str scale_format) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from jetrl_kernels.constants import TILE, pad_to_tile
-from jetrl_kernels.ops import check_matrix, new_codes
+from jetrl_kernels.ops import check_block_outputs, check_matrix, new_codes
 from jetrl_kernels.quantize_triton import load_float32
 from jetrl_kernels.rounding_triton import INTERPRETED, abs_max4, amax, encode, encode4, scale_of
 from jetrl_kernels.scale import check_scale_format
@@ -100,40 +100,57 @@ def _transpose_kernel(words, words_t, scale, scale_t, np_, kp):
     tl.store(scale_t + block_k * (np_ // 128) + block_n, tl.load(scale + block_n * blocks_k + block_k))
 
 
-def _quantize(weight: torch.Tensor, scale_format: str, plain: bool, transposed: bool) -> tuple[torch.Tensor, ...]:
-    check_matrix("weight", weight)
-    check_scale_format(scale_format)
+def _new(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_codes(rows, columns, device), torch.empty(rows // TILE, columns // TILE, dtype=torch.float32, device=device)
+
+
+def _launch(weight, scale_format, codes, scale, codes_t, scale_t, plain: bool, transposed: bool) -> None:
+    """What is not asked for is not written: its tensors only stand in for pointers."""
     (n, k), np_, kp = weight.shape, pad_to_tile(weight.shape[0]), pad_to_tile(weight.shape[1])
-
-    def new(wanted: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = new_codes(rows if wanted else 0, columns, weight.device)
-        return codes, torch.empty(codes.shape[0] // TILE, columns // TILE, dtype=torch.float32, device=weight.device)
-
-    (codes, scale), (codes_t, scale_t) = new(plain, np_, kp), new(transposed, kp, np_)
-    if weight.numel():
+    if n and k:
         _blocks_kernel[((np_ // TILE) * (kp // TILE),)](
             weight, codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, n, k, np_, kp,
             *weight.stride(), PLAIN=plain, TRANSPOSED=transposed, POW2=scale_format == "pow2",
             INTERPRETED=INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
-    return codes, scale, codes_t, scale_t
+
+
+def _check(weight: torch.Tensor, scale_format: str) -> tuple[int, int]:
+    """The padded shape."""
+    check_matrix("weight", weight)
+    check_scale_format(scale_format)
+    return pad_to_tile(weight.shape[0]), pad_to_tile(weight.shape[1])
 
 
 def quantize_blocks(weight: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, K) float32 or bfloat16 -> codes (Np, Kp), scale (Np/128, Kp/128), from bf16(weight)."""
-    return _quantize(weight, scale_format, plain=True, transposed=False)[:2]
+    codes, scale = _new(*_check(weight, scale_format), weight.device)
+    _launch(weight, scale_format, codes, scale, codes, scale, plain=True, transposed=False)
+    return codes, scale
+
+
+def quantize_blocks_into(weight: torch.Tensor, scale_format: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """`quantize_blocks`, written into storage that is there."""
+    _check(weight, scale_format)
+    check_block_outputs(weight, codes, scale)
+    _launch(weight, scale_format, codes, scale, codes, scale, plain=True, transposed=False)
 
 
 def quantize_blocks_transposed(weight: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The transpose of `quantize_blocks` (what dgrad contracts with): codes (Kp, Np), scale (Kp/128, Np/128)."""
-    return _quantize(weight, scale_format, plain=False, transposed=True)[2:]
+    codes_t, scale_t = _new(*reversed(_check(weight, scale_format)), weight.device)
+    _launch(weight, scale_format, codes_t, scale_t, codes_t, scale_t, plain=False, transposed=True)
+    return codes_t, scale_t
 
 
 def quantize_blocks_both(
     weight: torch.Tensor, scale_format: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`quantize_blocks` and `quantize_blocks_transposed`, reading the master once."""
-    return _quantize(weight, scale_format, plain=True, transposed=True)
+    padded = _check(weight, scale_format)
+    both = (*_new(*padded, weight.device), *_new(*reversed(padded), weight.device))
+    _launch(weight, scale_format, *both, plain=True, transposed=True)
+    return both
 
 
 def transpose_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,6 +79,11 @@ def test_weight_quantizer_matches_reference_in_both_orientations(kind, dtype, sc
     codes, scale = reference.quantize_blocks(w, scale_format)
     transposed = codes.view(torch.uint8).t().contiguous().view(codes.dtype), scale.t().contiguous()
     assert_same(weight_triton.quantize_blocks(w.to(DEVICE), scale_format), (codes, scale))
+    # Into the middle of storage that holds something: all of its own part is written, and nothing around it.
+    rows, full = torch.full((768, 256), 0x5A, dtype=torch.uint8, device=DEVICE), torch.full((6, 2), 7.0, device=DEVICE)
+    weight_triton.quantize_blocks_into(w.to(DEVICE), scale_format, rows[256:512].view(codes.dtype), full[2:4])
+    assert_same((rows[256:512].view(codes.dtype), full[2:4]), (codes, scale))
+    assert (rows[:256] == 0x5A).all() and (rows[512:] == 0x5A).all() and (full[:2] == 7).all() and (full[4:] == 7).all()
     assert_same(weight_triton.quantize_blocks_both(w.to(DEVICE), scale_format), (codes, scale, *transposed))
     assert_same(weight_triton.quantize_blocks_transposed(w.to(DEVICE), scale_format), transposed)
     assert_same(weight_triton.transpose_blocks(codes.to(DEVICE), scale.to(DEVICE)), transposed)

@@ -23,6 +23,7 @@ def _calls():
     yield JETRL.requantize_tiles_transposed, (codes, scale, 200, "fp32")
     yield JETRL.quantize_blocks_both, (x, "fp32")
     yield JETRL.quantize_blocks_transposed, (x, "fp32")
+    yield JETRL.quantize_blocks_into, (x, "pow2", *(torch.zeros_like(t) for t in weight))
     yield JETRL.transpose_blocks, weight
     yield JETRL.rms_norm, (x, None, x[0].clone(), 1e-6)
     yield JETRL.rms_norm_quantize, (x, x, x[0].clone(), 1e-6, "fp32")
@@ -83,5 +84,10 @@ def test_wrong_operands_are_refused_by_name():
         JETRL.gemm_nt(codes, scale, codes, scale[:3], "bfloat16")
     with pytest.raises(ValueError, match="out_dtype='half'"):
         JETRL.gemm_nt(codes, scale, codes, scale, "half")
+    codes, scale = JETRL.quantize_blocks(_x(), "fp32")
+    with pytest.raises(ValueError, match=r"blocks of \(130, 200\) fill codes \(256, 256\)"):
+        JETRL.quantize_blocks_into(_x(), "fp32", codes[:128], scale)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        JETRL.quantize_blocks_into(_x(), "fp32", codes, scale.t())
     with pytest.raises(ValueError, match=str(E4M3)):
         JETRL.gemm_nt(_x(4, 128), torch.ones(4, 1), codes, scale, "float32")
