@@ -1,15 +1,16 @@
 #!/bin/bash
-# bash benchmarks/mismatch_h200.sh FOLDER [SECONDS]: mismatch tables of one GPU, most important first, into FOLDER/{a,b,c}.
+# bash benchmarks/mismatch_h200.sh FOLDER [SECONDS]: mismatch tables of one GPU, most important first, into FOLDER/{a,b,c,d}.
 #   a  four layers of Qwen3-8B's shape, random weights, outputs of 256 and 2048 tokens: the production engine (compiled, CUDA
 #      graphs), continuous batching, chunked prefill; every operator compared; mutations in both engines
 #   b  the embedded model, preemption forced
 #   c  8192 tokens, two layers of Qwen3-8B's shape
-# All flows of a table run side by side, and a beside c. A table is rewritten after every flow; what is not done in its share
+#   d  the same two layers, operators followed over 1500 tokens: which one makes the difference in long sequences
+# All flows of a table run side by side, and a beside c and d. A table is rewritten after every flow; what is not done in its share
 # of SECONDS (default 600; a minute of preparation is not counted) is killed. What the engines said last is beside the tables.
 set -u
 OUT=${1:?give a folder for the results}
 SECONDS_ALL=${2:-600}
-mkdir -p "$OUT"/{a,b,c}
+mkdir -p "$OUT"/{a,b,c,d}
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_DEEP_GEMM_WARMUP=skip TOKENIZERS_PARALLELISM=false
@@ -37,15 +38,19 @@ COMMON=(hardware=1gpu "+$ROLLOUT.engine_kwargs.vllm.kv_cache_memory_bytes=214748
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=false)
 ALL=unified_exact,unified_fp8,fp8_rollout,bf16
 TABLE="python benchmarks/mismatch_table.py --parallel --flows $ALL"
-# a and c at once: twelve processes, most of whose time is imports.
+# a, c and d at once: eighteen processes, most of whose time is imports.
 $TABLE --lengths 256,2048 --prompt-lengths 40,200,7 --sequences 16 --mutations --keep-logs "$OUT/a" \
   --seconds "$(SHARE 62)" --name mismatch-8b-shape-gpu --out "$OUT/a" -- "actor_rollout_ref.model.path=$WORK/model4" \
   $ROLLOUT.max_num_seqs=16 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,16]" "${COMMON[@]}" > "$OUT/a/out.log" 2>&1 &
 $TABLE --lengths 8192 --prompt-lengths 40,200 --sequences 4 --layer-sequences 0 --keep-logs "$OUT/c" \
   --seconds "$(SHARE 62)" --name mismatch-8k-gpu --out "$OUT/c" -- "actor_rollout_ref.model.path=$WORK/model2" \
   $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" "${COMMON[@]}" > "$OUT/c/out.log" 2>&1 &
+python benchmarks/mismatch_table.py --parallel --flows unified_fp8,unified_exact --lengths 1400 --prompt-lengths 100,40 --sequences 4 \
+  --layer-tokens 1500 --keep-logs "$OUT/d" --seconds "$(SHARE 62)" --name mismatch-operators-gpu --out "$OUT/d" -- \
+  "actor_rollout_ref.model.path=$WORK/model2" $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" \
+  "${COMMON[@]}" > "$OUT/d/out.log" 2>&1 &
 wait
-tail -n 100 "$OUT"/[ac]/out.log
+tail -n 100 "$OUT"/[acd]/out.log
 $TABLE --lengths 256,1700,256 --prompt-lengths 100,7,250 --sequences 18 --mutations --keep-logs "$OUT/b" \
   --seconds "$(SHARE 38)" --name mismatch-gpu --out "$OUT/b" -- --kv-cache-tokens 8192 $ROLLOUT.max_num_seqs=12 \
   "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,12]" "${COMMON[@]}" 2>&1 | tee "$OUT/b/out.log"

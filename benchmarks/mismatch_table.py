@@ -100,6 +100,7 @@ def _verify(flow: str, carriers: str, args: argparse.Namespace, out: Path) -> No
         str(args.sequences),
         "--layer-sequences",
         str(args.layer_sequences),
+        *(["--layer-tokens", str(args.layer_tokens)] if args.layer_tokens else []),
     ]
     if args.prompt_lengths:
         words += ["--prompt-lengths", args.prompt_lengths]
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--prompt-lengths", default="")
     parser.add_argument("--sequences", type=int, default=12)
     parser.add_argument("--layer-sequences", type=int, default=2, help="0: log-probs alone, no operators")
+    parser.add_argument("--layer-tokens", type=int, help="how far, in tokens; default: jetrl.verify's own")
     parser.add_argument("--mutations", action="store_true", help="the self-test too, of unified flows")
     parser.add_argument("--fp32-carriers", action="store_true", help="each FP8 flow also with FP32 around its layers")
     parser.add_argument("--parallel", action="store_true", help="all runs at once (figures do not depend on time)")

@@ -231,8 +231,12 @@ def _dict(data):
     return TensorDict(data, batch_size=[2])
 
 
-def test_trainer_log_probs_are_those_of_the_shared_operator_masked_and_in_float32():
+@pytest.mark.parametrize(("flow", "columns"), [("unified_fp8", 40), ("bf16", 64), ("fp8_rollout", 64)])
+def test_trainer_log_probs_are_those_of_the_operator_in_float32_and_masked_where_shared(flow, columns, monkeypatch):
+    from jetrl.integrations.verl import log_probs
     from jetrl.integrations.verl.log_probs import SharedLogProbs
+
+    monkeypatch.setattr(log_probs, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
 
     class Base:
         def prepare_model_outputs(self, *args):
@@ -242,18 +246,18 @@ def test_trainer_log_probs_are_those_of_the_shared_operator_masked_and_in_float3
             return tensor[:-pad_size] if pad_size else tensor
 
     class Engine(SharedLogProbs, Base):
-        flow = load_flow("unified_fp8")
         model_config = SimpleNamespace(tokenizer=range(40))
 
+    Engine.flow = load_flow(flow)
     logits = torch.randn(1, 10, 64).to(torch.bfloat16).requires_grad_()
     ids, temperature = torch.randint(0, 40, (10,)), torch.full((10,), 0.7)
     batch = _dict({"input_ids": torch.nested.nested_tensor([torch.zeros(5), torch.zeros(4)], layout=torch.jagged)})
     args = {"input_ids_rmpad_rolled": ids, "temperature_rmpad": temperature, "pad_size": 1}
     result = Engine().prepare_model_outputs(SimpleNamespace(logits=logits), args, batch, None)["log_probs"]
-    want = attention.token_logprobs(logits[0].detach(), ids, temperature, 40)[:-1]
+    want = attention.token_logprobs(logits[0].detach(), ids, temperature, columns)[:-1]
     assert result.dtype == torch.float32 and torch.equal(result.values(), want)
     result.values().sum().backward()
-    assert logits.grad[0, :9, :40].abs().sum() > 0 and not logits.grad[0, :, 40:].any()
+    assert logits.grad[0, :9, :40].abs().sum() > 0 and logits.grad[0, :9, 40:].any() == (columns == 64)
     padded = torch.zeros(2, 5, 64, dtype=torch.bfloat16)
     padded[0], padded[1, :4] = logits[0, :5].detach(), logits[0, 5:9].detach()
     from verl.utils import tensordict_utils as tu
@@ -262,3 +266,18 @@ def test_trainer_log_probs_are_those_of_the_shared_operator_masked_and_in_float3
     args = {"input_ids_rmpad_rolled": ids[:9], "temperature": torch.full((2,), 0.7)}
     result = Engine().prepare_model_outputs(SimpleNamespace(logits=padded), args, batch, None)["log_probs"]
     assert torch.equal(result.values(), want)
+
+
+def test_with_flash_attn_a_stock_trainer_keeps_verls_log_probs(monkeypatch):
+    from jetrl.integrations.verl import log_probs
+
+    class Base:
+        def prepare_model_outputs(self, *args):
+            return "VeRL's"
+
+    class Engine(log_probs.SharedLogProbs, Base):
+        flow = load_flow("fp8_rollout")
+
+    monkeypatch.setattr(log_probs, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+    assert Engine().prepare_model_outputs(None, {}, _dict({}), None) == "VeRL's"
+

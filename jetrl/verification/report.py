@@ -42,7 +42,7 @@ def report_lines(result: dict) -> list[str]:
         ]
     report = result.get("operators")
     if report:
-        lines += ["", *_operator_lines(report, result)]
+        lines += ["", *_operator_lines(report, result), *_not_followed(result)]
     lines += [_mutation_line(m) for m in result.get("mutations", [])]
     lines += ["", *(result["failures"] or ["no bound exceeded"])]
     return lines
@@ -90,6 +90,15 @@ def _operator_lines(report: list[dict], result: dict) -> list[str]:
         lines.append(f"  {kind} ({worst['title']}){where}: {_sizes(worst['own'])}")
     equal = len(report) - len(own)
     return [*lines, f"  the other {equal} of {len(report)} points: all bits equal"]
+
+
+def _not_followed(result: dict) -> list[str]:
+    """Attention, for one, takes another kernel for long sequences: an operator may differ only where none was followed."""
+    followed = result["followed_tokens"]
+    longest = max(p + o for p, o in zip(result["prompt_lengths"], result["output_lengths"], strict=True))
+    if longest <= followed or not result["mismatch"]["all"]["differing_tokens"]:
+        return []
+    return [f"sequences of up to {longest} tokens were followed over the first {followed}: see further with --layer-tokens"]
 
 
 def _sizes(d: dict) -> str:

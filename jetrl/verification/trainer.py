@@ -46,6 +46,7 @@ def main(folder: str) -> None:
         forward = FedForward(engine, cfg, observed)
         plain, fed = forward.observe(feed=False), forward.observe(feed=True)
         result["operators"] = operator_report(plain, fed, engine.module.config.num_hidden_layers)
+        result["followed_tokens"] = options.layer_tokens
         space.result.write_text(json.dumps(result, indent=1))
         if options.mutations:
             result["mutations"] = _trainer_mutations(forward, fed)
