@@ -101,7 +101,8 @@ def _transpose_kernel(words, words_t, scale, scale_t, np_, kp):
 
 
 def _new(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return new_codes(rows, columns, device), torch.empty(rows // TILE, columns // TILE, dtype=torch.float32, device=device)
+    scale = torch.empty(rows // TILE, columns // TILE, dtype=torch.float32, device=device)
+    return new_codes(rows, columns, device), scale
 
 
 def _launch(weight, scale_format, codes, scale, codes_t, scale_t, plain: bool, transposed: bool) -> None:

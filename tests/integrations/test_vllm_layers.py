@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checkpoints_for_tests import ARCHITECTURES, build_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_models_for_tests import vllm_models
 
 from jetrl.errors import JobError, UserError
@@ -15,13 +16,20 @@ K1 = "model.layers.1.self_attn.k_proj"
 SHARED = {"JetRMSNorm", "JetSiluAndMul", "JetRotaryEmbedding"}
 
 
-@pytest.fixture(scope="module")
-def vllm_model(tmp_path_factory):
-    """Function (architecture, flow, **engine arguments) -> (model, model_config), weights unset."""
+@pytest.fixture(scope="module", params=["before_the_handshake", "after_it"])
+def vllm_model(request, tmp_path_factory):
+    """Function (architecture, flow, **engine arguments) -> (model, model_config), weights unset.
+
+    The handshake gives a model its table of places (refit_plan.py); before it, vLLM's loaders call the layers' own.
+    """
+    from jetrl.integrations.vllm.refit_plan import attach
 
     def build(architecture: str, flow: str | None = "unified_fp8", **arguments):
         asked = {"quantization": "jetrl", "additional_config": {"jetrl_flow": flow}} if flow else {}
-        return model_of(architecture, **asked, **arguments)
+        model, config = model_of(architecture, **asked, **arguments)
+        if request.param == "after_it":
+            attach(model)
+        return model, config
 
     with vllm_models(tmp_path_factory.mktemp("vllm")) as model_of:
         yield build
@@ -131,6 +139,129 @@ def test_what_a_broken_off_sync_brought_does_not_count_for_the_next(vllm_model):
     model.load_weights(items)  # the sender died before the last message
     with pytest.raises(JobError, match=f"{K1} was not received"):
         sync(model, config, without(items, f"{K1}.weight"))
+
+
+def test_other_floating_point_dtypes_are_taken_as_bfloat16_and_integers_are_not(vllm_model):
+    model, config = vllm_model("qwen2-bias")
+    state = state_of("qwen2-bias")
+    sync(model, config, state.items())
+    want = {n: p.data.clone() for n, p in model.named_parameters()}
+    for dtype in (torch.float32, torch.float64):
+        sync(model, config, [(n, t.to(dtype)) for n, t in state.items()])
+        for n, p in model.named_parameters():
+            assert torch.equal(p.data.view(torch.uint8), want[n].view(torch.uint8)), (n, dtype)
+    with pytest.raises(JobError, match=f"{K1} arrived as torch.int32"):
+        sync(model, config, changed(state.items(), f"{K1}.weight", lambda t: t.int()))
+
+
+@pytest.fixture(scope="module")
+def known_model(tmp_path_factory):
+    """(model, model_config, its load_weights before jetrl's table), after the handshake and one sync."""
+    from jetrl.integrations.vllm.refit_plan import attach
+
+    with vllm_models(tmp_path_factory.mktemp("known")) as model_of:
+        model, config = model_of("qwen3", quantization="jetrl")
+        stock = model.load_weights
+        attach(model)
+        sync(model, config, state_of("qwen3").items())
+        yield model, config, stock
+
+
+def test_the_table_gives_vllm_only_what_is_neither_matrix_nor_norm(known_model, monkeypatch):
+    model, config, stock = known_model
+    seen = []
+
+    def watching(weights):
+        return stock((seen.append(name) or (name, tensor)) for name, tensor in weights)
+
+    monkeypatch.setattr(model.load_weights, "_stock", watching)
+    state = state_of("qwen3", seed=1)
+    for items in (list(state.items()), fp8_wire(state)):
+        seen.clear()
+        scales = {n for n, _ in model.named_parameters() if n.endswith("weight_scale")}
+        sent = {n for n, _ in model.named_parameters()} - (scales if len(items) == len(state) else set())
+        assert model.load_weights(items) == sent
+        assert sorted(seen) == ["lm_head.weight", "model.embed_tokens.weight"]
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter.data, state[name]), name
+    sync(model, config, items)
+
+
+def test_a_failed_sync_leaves_nothing_behind_for_the_next(known_model):
+    """Two layers at fault: post-processing ends at the first, so the second's fault and what later layers got is still there."""
+    model, config, _ = known_model
+    good = fp8_wire(state_of("qwen3"))
+    sync(model, config, good)
+    want = stored(model)
+    bad = changed(good, f"{K1}.weight_scale", lambda t: t.half())
+    bad = changed(bad, "model.layers.0.self_attn.q_proj.weight", lambda t: t[:-1])
+    with pytest.raises(JobError, match=r"model.layers.0.self_attn.q_proj arrived as FP8 codes of shape"):
+        sync(model, config, bad)
+    sync(model, config, good)
+    assert stored(model) == want
+
+
+def test_every_layer_is_nan_until_a_broken_off_sync_is_made_good(known_model):
+    model, config, _ = known_model
+    items = list(state_of("qwen3").items())
+    first = next(i for i, (name, _) in enumerate(items) if name.endswith("_proj.weight"))
+    model.load_weights(items[: first + 1])  # one matrix, then the sender died
+    scales = {n: p for n, p in model.named_parameters() if n.endswith("weight_scale")}
+    assert sum(torch.isfinite(p).any().item() for p in scales.values()) == 1 and len(scales) == 8
+    with pytest.raises(JobError, match=r"model.layers.1.mlp.down_proj was not received"):
+        sync(model, config, [(n, t) for n, t in items if "layers.1.mlp.down_proj" not in n])
+    sync(model, config, items)
+    assert all(torch.isfinite(p).all() for p in scales.values())
+
+
+def test_a_layer_that_the_first_sync_leaves_out_is_no_dummy_layer(tmp_path):
+    from jetrl.integrations.vllm.refit_plan import attach
+
+    with vllm_models(tmp_path) as model_of:
+        model, config = model_of("qwen3", quantization="jetrl")
+        attach(model)
+        rest = [(n, t) for n, t in state_of("qwen3").items() if "layers.0." not in n]
+        with pytest.raises(JobError, match=r"model.layers.0.self_attn.q_proj, .* was not received"):
+            sync(model, config, rest)
+
+
+def test_a_loader_that_vllm_puts_around_a_layers_own_is_called(known_model, monkeypatch):
+    """As while vLLM reloads a checkpoint layer by layer."""
+    model, config, _ = known_model
+    weight, calls = model.model.layers[1].self_attn.qkv_proj.weight, []
+    own = weight.weight_loader
+
+    def around(param, loaded, shard_id):
+        calls.append(shard_id)
+        own(param, loaded, shard_id)
+
+    monkeypatch.setattr(weight, "weight_loader", around)
+    sync(model, config, state_of("qwen3").items())
+    assert sorted(calls) == ["k", "q", "v"]
+
+
+def test_a_norm_of_another_shape_is_refused_as_vllm_refuses_it(known_model):
+    model, _, _ = known_model
+    with pytest.raises(AssertionError, match="Attempted to load weight"):
+        model.load_weights([("model.norm.weight", torch.ones(3))])
+
+
+def test_the_check_at_the_end_asks_the_device_once_for_all_layers(known_model):
+    model, config, _ = known_model
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    items = fp8_wire(state_of("qwen3"))
+    with Watch():
+        sync(model, config, items)
+    aten = torch.ops.aten
+    assert calls.count(aten._foreach_norm.Scalar) == calls.count(aten.stack.default) == 1
+    assert calls.count(aten._foreach_add_.Scalar) == 1  # the poison
 
 
 def test_a_worker_without_the_plug_in_does_not_start(vllm_model, monkeypatch):

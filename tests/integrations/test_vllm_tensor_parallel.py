@@ -1,5 +1,6 @@
 """Two tensor-parallel ranks of real vLLM (gloo): each stores its slice of what the trainer quantizes, by both wires."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def run_rank(rank: int, folder: str) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from jetrl.integrations.vllm.refit_plan import attach
+
     config = EngineArgs(
         folder, quantization="jetrl", load_format="dummy", enforce_eager=True, skip_tokenizer_init=True,
         max_model_len=64, dtype="bfloat16", tensor_parallel_size=2,
@@ -47,7 +50,10 @@ def run_rank(rank: int, folder: str) -> None:
         model = initialize_model(config)
     state = trainer_state()
     matrices = {n.removesuffix(".weight"): "fp32" for n in state if n.endswith("_proj.weight")}
-    for items in (list(state.items()), list(quantized_on_the_way(iter(state.items()), matrices, "cpu"))):
+    both = list(state.items()), list(quantized_on_the_way(iter(state.items()), matrices, "cpu"))
+    for known, items in itertools.product((False, True), both):
+        if known:
+            attach(model)
         model.load_weights(items)
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         checked = 0
@@ -62,7 +68,7 @@ def run_rank(rank: int, folder: str) -> None:
                 assert torch.equal(scale, want.scale.chunk(2, dim)[rank]), (rank, name)
                 start, checked = start + rows, checked + 1
         assert checked == len(CUT)
-        for module in model.modules():  # so that the second wire has to bring everything
+        for module in model.modules():  # so that the next sync has to bring everything
             if hasattr(module, "jetrl_receiver"):
                 module.weight.data.view(torch.uint8).fill_(0x7F)
 

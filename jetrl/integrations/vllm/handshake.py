@@ -14,6 +14,7 @@ import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
 from jetrl.integrations.protocol import REPORT_METHOD, versions
+from jetrl.integrations.vllm import refit_plan
 from jetrl.precision.build_vllm import build_rollout_graph
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.kernels import with_kernels
@@ -43,6 +44,8 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
         and (config.quant_config.flow(config).rollout.exact)
     )
     graph, digest = _graph_of(worker.model_runner.model, exact)
+    # Here because this comes before every sync, and nothing else of jetrl's sees the whole model.
+    refit_plan.attach(worker.get_model())
     _trainer_has_asked = True
     return {
         "process": _PROCESS_ID,

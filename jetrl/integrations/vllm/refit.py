@@ -6,11 +6,14 @@ Two wires, told apart by dtype; both leave the same bytes:
   <name>.weight in E4M3 followed by <name>.weight_scale (float32): what `jetrl.linear.quantize_weight` made of the whole
   matrix, codes padded to 128 in both dimensions. Copied as they are.
 
-Every cycle starts by setting all scales of the layer to NaN, so a matrix that does not arrive explodes.
+Every cycle starts by setting all scales of the model to NaN, so a matrix that does not arrive explodes. (Of the layer, before
+the trainer has asked for the graph and the layers of a model know of each other: refit_plan.py.)
 
 Nothing here raises while weights stream in: VeRL's sender would wait for an answer for ever. Faults are kept and raised
 by `finish`, which vLLM calls once after the last weight.
 """
+
+from collections.abc import Callable
 
 import torch
 from jetrl_kernels.constants import E4M3, TILE, ceil_div, pad_to_tile
@@ -18,10 +21,11 @@ from vllm.model_executor.model_loader.weight_utils import initialize_single_dumm
 
 from jetrl.errors import JobError
 from jetrl.integrations.vllm import handshake
+from jetrl.integrations.vllm.refit_group import ReceiverGroup
 from jetrl.integrations.vllm.shards import Shard, shard_numbers
-from jetrl.linear import quantize_weight
+from jetrl.linear import quantize_weight_into
 
-_PARTS = frozenset(("codes", "scale"))
+_PARTS = ("codes", "scale")
 
 
 class WeightReceiver:
@@ -31,11 +35,18 @@ class WeightReceiver:
         self.layer = layer
         self.shards = shards
         self.scale_format = scale_format
+        self.group = ReceiverGroup([self])
         self.ever_loaded = False
+        # Something arrived and `finish` has not been called; all scales are NaN and nothing has arrived since.
+        self.in_cycle = self.is_poisoned = False
+        self.faults: list[str] = []
         self._started_on_dummy_weights = False
-        self._in_cycle = False
-        self._received: dict[str, set[str]] = {}
-        self._faults: list[str] = []
+        self._received: set[tuple[int, str]] = set()
+        self._weight_shapes = [shard.full for shard in shards]
+        self._codes_shapes = [tuple(pad_to_tile(n) for n in shard.full) for shard in shards]
+        self._scale_shapes = [tuple(ceil_div(n, TILE) for n in shard.full) for shard in shards]
+        self._places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._places_at: tuple[int, int] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -46,6 +57,10 @@ class WeightReceiver:
         """Row counts of the logical matrices on this rank."""
         return tuple(shard.rows for shard in self.shards)
 
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.layer._parameters["weight_scale"].data
+
     def empty_storage(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Uninitialized codes (sum of padded rows, padded columns) E4M3 and their scales, on the current default device."""
         rows = sum(pad_to_tile(n) for n in self.out_features)
@@ -55,26 +70,49 @@ class WeightReceiver:
     def load_weight(self, param: torch.nn.Parameter, loaded: torch.Tensor, shard_id=None) -> None:
         """vLLM's weight_loader of `weight`."""
         numbers = shard_numbers(shard_id, len(self.shards))
-        if loaded.dtype == E4M3:
-            if self._fits("FP8 codes", numbers, loaded, tuple(pad_to_tile(n) for n in self._full(numbers))):
-                self._copy_codes(numbers[0], loaded)
-        elif not loaded.is_floating_point():
-            self._faults.append(f"{self._name(numbers)} arrived as {loaded.dtype}, not as a floating-point weight")
-        elif self._fits("a weight", numbers, loaded, self._full(numbers)):
+        if len(numbers) == 1:
+            self._take_weight(numbers[0], loaded)
+        elif not loaded.is_floating_point() or loaded.dtype == E4M3:
+            self.faults.append(f"{self._name(numbers)} arrived merged as {loaded.dtype}; each must come by itself")
+        elif self._fits("a weight", numbers, loaded, self._stacked(numbers)):
             # Several logical matrices in one tensor: a checkpoint that stores them merged.
             heights = [self.shards[i].full[0] for i in numbers]
             for number, whole in zip(numbers, loaded.split(heights), strict=True):
-                self._begin(number, *_PARTS)
-                self._quantize(number, self.shards[number].of_weight(whole))
+                self._take_weight(number, whole)
 
     def load_scale(self, param: torch.nn.Parameter, loaded: torch.Tensor, shard_id=None) -> None:
         """vLLM's weight_loader of `weight_scale`."""
         numbers = shard_numbers(shard_id, len(self.shards))
-        if loaded.dtype != torch.float32:
-            self._faults.append(f"{self._name(numbers)}.weight_scale arrived as {loaded.dtype}, not as torch.float32")
-        elif self._fits("block scales", numbers, loaded, tuple(ceil_div(n, TILE) for n in self._full(numbers))):
-            self._begin(numbers[0], "scale")
-            self._stored(numbers[0])[1].copy_(self.shards[numbers[0]].of_scale(loaded))
+        if len(numbers) != 1:
+            self.faults.append(f"{self._name(numbers)}.weight_scale arrived merged; each must come by itself")
+            return
+        self._take_scale(numbers[0], loaded)
+        self.group.copy_now()
+
+    def taker(self, number: int, parameter: str) -> Callable[[torch.Tensor], bool]:
+        """A function that takes a whole tensor of one matrix as vLLM's loaders above do, or says False where vLLM would not call them.
+
+        parameter: weight or weight_scale. A scale may be read as late as the group's `copy_now`.
+        """
+        parameters = self.layer._parameters
+        loader, take = {
+            "weight": (self.load_weight, self._take_weight),
+            "weight_scale": (self.load_scale, self._take_scale),
+        }[parameter]
+
+        def take_if_vllm_would(loaded: torch.Tensor) -> bool:
+            # vLLM puts loaders of its own around these, and other parameters into the layer, while it reloads a checkpoint.
+            if getattr(parameters[parameter], "weight_loader", None) != loader:
+                return False
+            take(number, loaded)
+            return True
+
+        return take_if_vllm_would
+
+    def forget(self) -> None:
+        """Of what arrived since the last `finish`; the storage holds a part of it."""
+        self.in_cycle = self.is_poisoned = False
+        self._received.clear()
 
     def finish(self) -> None:
         """Called once after all weights: raises JobError for what is missing, misshapen or not finite.
@@ -82,78 +120,112 @@ class WeightReceiver:
         Before the first load (vLLM starts VeRL's rollout on dummy weights) there is nothing to check: the trainer
         sends every weight before the first sample, and the call after that checks it.
         """
-        faults, self._faults = self._faults, []
-        received, self._received = self._received, {}
-        began, self._in_cycle = self._in_cycle, False
-        if faults:
-            raise JobError(f"weight sync failed: {'; '.join(faults)}")
-        if not began and not self.ever_loaded:
+        try:
+            self._finish()
+        except JobError:
+            # vLLM asks no further layer, and what they have must not count for the next sync.
+            self.group.give_up()
+            raise
+
+    def _finish(self) -> None:
+        began, received = self.in_cycle, self._received
+        self.in_cycle, self._received = False, set()
+        if self.faults:
+            raise JobError(f"weight sync failed: {'; '.join(self.faults)}")
+        if not (began or self.ever_loaded or self.is_poisoned):
             self._started_on_dummy_weights = True
             self._fill_with_dummy_weights()
             return
-        missing = [name for name in self.names if not received.get(name)]
-        missing += [f"{name} ({part})" for name, parts in received.items() for part in sorted(_PARTS - parts)]
-        if missing:
-            raise JobError(f"weight sync incomplete: {', '.join(missing)} was not received by the rollout")
+        if len(received) != len(_PARTS) * len(self.shards):
+            raise JobError(
+                f"weight sync incomplete: {', '.join(self._missing(received))} was not received by the rollout"
+            )
         if self._started_on_dummy_weights and not handshake.trainer_has_asked():
             raise JobError(
                 "the rollout runs jetrl's FP8 layers but the trainer never asked for its precision graph, so it would train "
                 "in another precision; set actor_rollout_ref.model.external_lib=jetrl.integrations.verl and an FSDP strategy"
             )
         self.ever_loaded = True
-        if not torch.isfinite(self.layer.weight_scale).all():
-            raise JobError(f"weight sync failed: {', '.join(self._names_not_finite())} holds NaN or Inf")
+        if not self.group.is_finite(self) and (names := self._names_not_finite()):
+            raise JobError(f"weight sync failed: {', '.join(names)} holds NaN or Inf")
+        if self._places_at != self._storage():
+            self._places, self._places_at = [], None  # they would keep memory that vLLM has moved the layer out of
+
+    def _missing(self, received: set[tuple[int, str]]) -> list[str]:
+        parts = {shard.name: [p for p in _PARTS if (i, p) not in received] for i, shard in enumerate(self.shards)}
+        whole = [name for name, missing in parts.items() if len(missing) == len(_PARTS)]
+        return whole + [f"{name} ({part})" for name, missing in parts.items() if name not in whole for part in missing]
 
     def _name(self, numbers: list[int]) -> str:
         return ", ".join(self.shards[i].name for i in numbers)
 
-    def _full(self, numbers: list[int]) -> tuple[int, int]:
+    def _stacked(self, numbers: list[int]) -> tuple[int, int]:
         """Shape of the named matrices, whole and stacked along rows."""
         return sum(self.shards[i].full[0] for i in numbers), self.shards[numbers[0]].full[1]
 
     def _fits(self, what: str, numbers: list[int], loaded: torch.Tensor, want: tuple[int, int]) -> bool:
-        if what != "a weight" and len(numbers) != 1:
-            self._faults.append(f"{self._name(numbers)} arrived as {what} of one matrix; each must come by itself")
-        elif tuple(loaded.shape) != want:
-            shape = f"{what} of shape {tuple(loaded.shape)}"
-            self._faults.append(
-                f"{self._name(numbers)} arrived as {shape}, which does not fit the layer: it takes {want}"
-            )
-        else:
+        if loaded.shape == want:
             return True
+        shape = f"{what} of shape {tuple(loaded.shape)}"
+        self.faults.append(f"{self._name(numbers)} arrived as {shape}, which does not fit the layer: it takes {want}")
         return False
 
     def _begin(self, number: int, *parts: str) -> None:
-        """Note the arrival of `parts`; poison the layer first where they open a new cycle.
+        """Note the arrival of `parts`; poison first where they open a new cycle.
 
         They do when nothing is open, and also when they were there already: then an earlier sync broke off without
         `finish`, and what it brought must not count for this one.
         """
-        name = self.shards[number].name
-        if not self._in_cycle or self._received.get(name, set()) & set(parts):
-            self._in_cycle, self._received = True, {}
-            self.layer.weight_scale.data.fill_(float("nan"))
-        self._received.setdefault(name, set()).update(parts)
+        arrived = [(number, part) for part in parts]
+        if not self._received.isdisjoint(arrived):
+            self.group.start_again()
+        elif not self.in_cycle and not self.is_poisoned:
+            self.group.poison()
+        self.group.arrived()
+        self.in_cycle, self.is_poisoned = True, False
+        self._received.update(arrived)
+
+    def _take_weight(self, number: int, loaded: torch.Tensor) -> None:
+        if loaded.dtype == E4M3:
+            if self._fits("FP8 codes", [number], loaded, self._codes_shapes[number]):
+                self._begin(number, "codes")
+                self._place(number)[1].copy_(self.shards[number].of_codes(loaded.view(torch.uint8)))
+        elif not loaded.is_floating_point():
+            self.faults.append(f"{self.shards[number].name} arrived as {loaded.dtype}, not as a floating-point weight")
+        elif self._fits("a weight", [number], loaded, self._weight_shapes[number]):
+            self._begin(number, *_PARTS)
+            self._quantize(number, self.shards[number].of_weight(loaded))
+
+    def _take_scale(self, number: int, loaded: torch.Tensor) -> None:
+        if loaded.dtype != torch.float32:
+            name = self.shards[number].name
+            self.faults.append(f"{name}.weight_scale arrived as {loaded.dtype}, not as torch.float32")
+        elif self._fits("block scales", [number], loaded, self._scale_shapes[number]):
+            self._begin(number, "scale")
+            self.group.copy_later(self._place(number)[2], self.shards[number].of_scale(loaded))
 
     def _quantize(self, number: int, part: torch.Tensor) -> None:
-        codes, scale = self._stored(number)
-        part = part.to(codes.device)
+        codes, _, scale = self._place(number)
+        if part.device != codes.device:
+            part = part.to(codes.device)
         if part.dtype not in (torch.bfloat16, torch.float32):
             part = part.to(torch.bfloat16)
-        quantized = quantize_weight(part, self.scale_format)
-        codes.copy_(quantized.codes.view(torch.uint8))
-        scale.copy_(quantized.scale)
+        quantize_weight_into(part, self.scale_format, codes, scale)
 
-    def _copy_codes(self, number: int, whole: torch.Tensor) -> None:
-        self._begin(number, "codes")
-        self._stored(number)[0].copy_(self.shards[number].of_codes(whole.view(torch.uint8)))
+    def _storage(self) -> tuple[int, int]:
+        return self.layer._parameters["weight"].data_ptr(), self.layer._parameters["weight_scale"].data_ptr()
 
-    def _stored(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (as bytes: torch has few copy kernels for float8) and scales of one logical matrix in the layer."""
-        start = sum(pad_to_tile(shard.rows) for shard in self.shards[:number])
-        rows = pad_to_tile(self.shards[number].rows)
-        codes = self.layer.weight.data[start : start + rows].view(torch.uint8)
-        return codes, self.layer.weight_scale.data[start // TILE : (start + rows) // TILE]
+    def _place(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, the same as bytes (torch has few copy kernels for float8), and scales of one logical matrix in the layer."""
+        if self._places_at != (storage := self._storage()):
+            codes, scale, start = self.layer.weight.data, self.scale, 0
+            self._places, self._places_at = [], storage
+            for shard in self.shards:
+                end = start + pad_to_tile(shard.rows)
+                part = codes[start:end]
+                self._places.append((part, part.view(torch.uint8), scale[start // TILE : end // TILE]))
+                start = end
+        return self._places[number]
 
     def _fill_with_dummy_weights(self) -> None:
         """What vLLM's dummy loader would put into a BF16 layer, quantized; its own filling of FP8 codes is all but zero."""
@@ -166,4 +238,4 @@ class WeightReceiver:
             self._quantize(number, part)
 
     def _names_not_finite(self) -> list[str]:
-        return [s.name for i, s in enumerate(self.shards) if not torch.isfinite(self._stored(i)[1]).all()]
+        return [s.name for i, s in enumerate(self.shards) if not torch.isfinite(self._place(i)[2]).all()]

@@ -28,17 +28,27 @@ class Shard:
     first_column: int
     columns: int
 
+    @property
+    def is_whole(self) -> bool:
+        return (self.rows, self.columns) == self.full
+
     def of_weight(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's view of the whole unquantized matrix."""
+        if self.is_whole:
+            return whole
         return whole[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
 
     def of_codes(self, whole: torch.Tensor) -> torch.Tensor:
         """The same of the whole matrix's codes, which are padded to 128. Cuts inside the matrix lie on its blocks' edges."""
+        if self.is_whole:
+            return whole
         rows, columns = pad_to_tile(self.rows), pad_to_tile(self.columns)
         return whole[self.first_row : self.first_row + rows, self.first_column : self.first_column + columns]
 
     def of_scale(self, whole: torch.Tensor) -> torch.Tensor:
         """The same of the whole matrix's block scales."""
+        if self.is_whole:
+            return whole
         row, column = self.first_row // TILE, self.first_column // TILE
         return whole[row : row + ceil_div(self.rows, TILE), column : column + ceil_div(self.columns, TILE)]
 

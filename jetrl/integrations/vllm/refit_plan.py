@@ -1,0 +1,80 @@
+"""A model's `load_weights` for weight syncs: names looked up in one table, made once, instead of searched for in vLLM's.
+
+vLLM finds a weight's place by walking the model's parameters, once a call, and trying its patterns on each name, which on
+an 8B model takes longer than to move the bytes. The table holds the matrices of jetrl's layers under the names that the
+trainer ships, and the norms. Everything else, and whatever vLLM has put another loader around, goes through vLLM's own.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from jetrl.integrations.vllm.refit_group import ReceiverGroup
+
+_MARK = "jetrl_load_plan"
+
+
+class LoadPlan:
+    """The table of one model. Callable as its load_weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._stock: Callable = model.load_weights
+        self._places: dict[str, tuple[str, Callable[[torch.Tensor], bool]]] = {}
+        receivers = []
+        for path, module in model.named_modules():
+            receiver = getattr(module, "jetrl_receiver", None)
+            if receiver is not None:
+                receivers.append(receiver)
+                for number, name in enumerate(receiver.names):
+                    self._places[f"{name}.weight"] = f"{path}.weight", receiver.taker(number, "weight")
+                    self._places[f"{name}.weight_scale"] = (
+                        f"{path}.weight_scale",
+                        receiver.taker(number, "weight_scale"),
+                    )
+            elif isinstance(module, RMSNorm) and "weight" in module._parameters:
+                self._places[f"{path}.weight"] = f"{path}.weight", self._norm_taker(module)
+        self._group = ReceiverGroup(receivers)
+        for receiver in receivers:
+            receiver.group = self._group
+
+    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As vLLM's: names of the parameters that were loaded."""
+        loaded: set[str] = set()
+        rest = self._take(weights, loaded)
+        first = next(rest, None)
+        if first is not None:
+            loaded |= self._stock(itertools.chain([first], rest)) or set()
+        return loaded
+
+    def _take(
+        self, weights: Iterable[tuple[str, torch.Tensor]], loaded: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is left for vLLM."""
+        try:
+            for name, tensor in weights:
+                parameter, take = self._places.get(name, (name, None))
+                if take is not None and take(tensor):
+                    loaded.add(parameter)
+                else:
+                    yield name, tensor
+        finally:
+            self._group.copy_now()
+
+    def _norm_taker(self, module: RMSNorm) -> Callable[[torch.Tensor], bool]:
+        def take(loaded: torch.Tensor) -> bool:
+            weight = module._parameters["weight"]
+            if hasattr(weight, "weight_loader") or weight.is_meta or weight.shape != loaded.shape:
+                return False
+            self._group.copy_later(weight.data, loaded)
+            return True
+
+        return take
+
+
+def attach(model: torch.nn.Module) -> None:
+    """Give a model with jetrl's layers its table. Idempotent; other models stay as they are."""
+    if not hasattr(model, _MARK) and any(hasattr(module, "jetrl_receiver") for module in model.modules()):
+        setattr(model, _MARK, True)
+        model.load_weights = LoadPlan(model)
