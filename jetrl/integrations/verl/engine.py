@@ -19,7 +19,7 @@ from jetrl.integrations.protocol import announce
 from jetrl.integrations.verl import masters
 from jetrl.integrations.verl.accumulation import Accumulation, accumulation_for
 from jetrl.integrations.verl.handshake import RolloutHandshake
-from jetrl.integrations.verl.log_probs import SharedLogProbs
+from jetrl.integrations.verl.log_probs import SharedLogProbs, replaced_for_speed
 from jetrl.integrations.verl.rotary import restore_frequencies
 from jetrl.integrations.verl.shadow_pass import ShadowPass
 from jetrl.integrations.verl.ulysses import UlyssesExchange
@@ -73,6 +73,8 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
         if self.rank == 0:
             role = "reference" if self.engine_config.forward_only else "actor"
             announce(f"flow {self.flow.name}, {role}: {report}")
+            if reason := replaced_for_speed(self.flow):
+                announce(reason)
         if self.flow.train.exact:
             self.precision_graph = exact_graph(module, self.precision_graph)
         self._handshake = RolloutHandshake(self.flow, self.precision_graph)

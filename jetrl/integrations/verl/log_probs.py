@@ -16,9 +16,21 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from jetrl.attention.logprobs import token_logprobs
 from jetrl.errors import JobError
+from jetrl.precision.flow import Flow
 
 # VeRL divides by at least this.
 SMALLEST_TEMPERATURE = 1e-8
+
+
+def shares_log_probs(flow: Flow) -> bool:
+    return flow.unified and flow.train.linear == "fp8"
+
+
+def replaced_for_speed(flow: Flow) -> str | None:
+    """Why a flow that need not share the operator takes it here, for the log; None where it keeps VeRL's path."""
+    if shares_log_probs(flow) or FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
+        return None
+    return "log-probabilities by jetrl.token_logprobs: flash-attn is not installed, and VeRL would take them row by row"
 
 
 class SharedLogProbs:
@@ -28,9 +40,9 @@ class SharedLogProbs:
     updates_since_sync: int = 0
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        shared = self.flow.unified and self.flow.train.linear == "fp8"
+        shared = shares_log_probs(self.flow)
         others = ("use_fused_kernels", "distillation_use_topk", "distillation_only")
-        if (not shared and FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE) or any(
+        if not (shared or replaced_for_speed(self.flow)) or any(
             tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in others
         ):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
