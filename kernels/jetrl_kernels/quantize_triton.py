@@ -24,9 +24,6 @@ REQUANTIZE_WARPS = 4
 # Adjacent codes that a thread of the re-quantizer holds: half of what a load could bring, which halves the columns, and
 # with them the scales and reciprocals, that each thread works out for itself.
 REQUANTIZE_VECTOR = 8
-# Row tiles that a program of the re-quantizer walks, and how many of their loads are on their way at once.
-REQUANTIZE_TILES = 1
-REQUANTIZE_STAGES = 1
 BOTH_WARPS = 2
 # Rows and columns of a step of the kernel that writes both orientations.
 BOTH_ROWS = 32
@@ -151,26 +148,19 @@ def load_dequantized(codes, scale, row, col, m, k, kp, stride_sm):
 @triton.jit
 def _requantize_kernel(
     codes, scale, words_t, scale_t, m, k, kp, mp, stride_sm, stride_sk, stride_scale_t,
-    COLUMNS: tl.constexpr, VECTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POW2: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(k, COLUMNS)
-    first_tile = (tl.program_id(0) // pieces).to(tl.int64) * TILES
+    tile = (tl.program_id(0) // pieces).to(tl.int64)
     first = (tl.program_id(0) % pieces).to(tl.int64) * COLUMNS
     col = first + tl.max_contiguous(tl.multiple_of(tl.arange(0, COLUMNS), VECTOR), VECTOR)
     scale += (first // 128) * stride_sk
-    for i in tl.range(TILES, num_stages=STAGES):
-        tile = first_tile + i
-        row = tile * 128 + 4 * tl.arange(0, 32)
-        x0 = load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
-        x1 = load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
-        x2 = load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
-        x3 = load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
-        # A tile behind the last one has no columns to write.
-        columns = k if TILES == 1 else tl.where(tile * 128 < mp, k, 0)
-        _store_columns(
-            x0, x1, x2, x3, words_t, scale_t, col, tile, columns, mp, stride_scale_t, POW2, BF16, INTERPRETED
-        )
+    row = tile * 128 + 4 * tl.arange(0, 32)
+    x0 = load_dequantized(codes, scale, row, col, m, k, kp, stride_sm)
+    x1 = load_dequantized(codes, scale, row + 1, col, m, k, kp, stride_sm)
+    x2 = load_dequantized(codes, scale, row + 2, col, m, k, kp, stride_sm)
+    x3 = load_dequantized(codes, scale, row + 3, col, m, k, kp, stride_sm)
+    _store_columns(x0, x1, x2, x3, words_t, scale_t, col, tile, k, mp, stride_scale_t, POW2, BF16, INTERPRETED)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
@@ -240,9 +230,9 @@ def requantize_tiles_transposed(
     (m, kp), mp = codes.shape, pad_to_tile(codes.shape[0])
     codes_t, scale_t = new_codes(k, mp, codes.device), new_column_major_scale(k, mp // TILE, codes.device)
     if codes_t.numel():
-        _requantize_kernel[(ceil_div(k, REQUANTIZE_COLUMNS) * ceil_div(mp // TILE, REQUANTIZE_TILES),)](
+        _requantize_kernel[(ceil_div(k, REQUANTIZE_COLUMNS) * (mp // TILE),)](
             _bytes(codes), scale, _words(codes_t), scale_t, m, k, kp, mp, *scale.stride(), scale_t.stride(1),
-            COLUMNS=REQUANTIZE_COLUMNS, VECTOR=REQUANTIZE_VECTOR, TILES=REQUANTIZE_TILES, STAGES=REQUANTIZE_STAGES,
-            POW2=scale_format == "pow2", BF16=False, INTERPRETED=INTERPRETED, num_warps=REQUANTIZE_WARPS,
+            COLUMNS=REQUANTIZE_COLUMNS, VECTOR=REQUANTIZE_VECTOR, POW2=scale_format == "pow2", BF16=False,
+            INTERPRETED=INTERPRETED, num_warps=REQUANTIZE_WARPS,
         )  # fmt: skip
     return codes_t, scale_t

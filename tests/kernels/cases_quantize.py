@@ -49,19 +49,6 @@ def test_requantize_matches_reference(kind, scale_format, generator):
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("tiles,stages,columns", ((2, 1, 64), (4, 3, 32), (8, 2, 128)))
-@pytest.mark.parametrize("kind", ("normal", "spread", "nan"))
-def test_requantize_in_programs_that_walk_tiles_gives_the_same_bytes(kind, tiles, stages, columns, generator, monkeypatch):
-    """benchmarks/sweep_kernels.py times such cuts; tiles past the last one must write nothing."""
-    for name, value in (("TILES", tiles), ("STAGES", stages), ("COLUMNS", columns)):
-        monkeypatch.setattr(quantize_triton, f"REQUANTIZE_{name}", value)
-    m, k = 390, 140
-    codes, scale = reference.quantize_tiles(matrix(kind, m, k, torch.bfloat16, generator), "fp32")
-    expected = reference.requantize_tiles_transposed(codes, scale, k, "fp32")
-    got = quantize_triton.requantize_tiles_transposed(codes.to(DEVICE), scale.to(DEVICE), k, "fp32")
-    assert_same(got, expected)
-
-
 @pytest.mark.parametrize("rows,columns", ((8, 128), (16, 32), (64, 64)))
 def test_both_orientations_in_other_steps_give_the_same_bytes(rows, columns, generator, monkeypatch):
     monkeypatch.setattr(quantize_triton, "BOTH_ROWS", rows)
