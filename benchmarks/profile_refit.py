@@ -8,8 +8,8 @@ vLLM worker holds, all in one process, in turn, and prints for each the least mi
   sender    making what is sent (only the FP8 wire makes something),
   load      model.load_weights, bucket by bucket,
   finish    vLLM's post-processing,
-and how many torch operators load + finish call, and how many of those wait for the device. The quantizer's arithmetic, which
-is one launch on a GPU and dozens of operators here, is taken out; what calls it stays.
+and how many torch operators load + finish call, and how many of those wait for the device (a whole tensor read as a list, as at
+the end of jetrl's, is not among what a CPU shows). The quantizer's arithmetic, which is one launch on a GPU and dozens of operators here, is taken out; what calls it stays.
 """
 
 import argparse

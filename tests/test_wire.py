@@ -8,6 +8,7 @@ from jetrl_kernels.backends import GEMM_BACKENDS
 from jetrl.errors import UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.linear import quantize_weight
+from jetrl.packed_weight import packed_shape, parts, quantize_packed
 from jetrl.settings import GEMMS, engine_settings, rollout_gemm
 
 
@@ -20,21 +21,14 @@ def test_codes_and_scales_are_the_receivers_own_and_everything_else_travels_unto
         "lm_head.weight": torch.randn(64, 130),
     }
     sent = list(quantized_on_the_way(iter(weights.items()), {"a.q_proj": "fp32", "a.o_proj": "pow2"}, "cpu"))
-    names = [name for name, _ in sent]
-    assert names == [
-        "a.q_proj.weight",
-        "a.q_proj.weight_scale",
-        "a.q_proj.bias",
-        "a.o_proj.weight",
-        "a.o_proj.weight_scale",
-        "lm_head.weight",
-    ]
+    assert [name for name, _ in sent] == list(weights)
     sent = dict(sent)
     for name, scale_format in (("a.q_proj", "fp32"), ("a.o_proj", "pow2")):
         on_arrival = quantize_weight(weights[f"{name}.weight"].bfloat16(), scale_format)
-        assert torch.equal(sent[f"{name}.weight"].view(torch.uint8), on_arrival.codes.view(torch.uint8))
-        assert torch.equal(sent[f"{name}.weight_scale"], on_arrival.scale)
-    assert sent["a.q_proj.weight"].shape == (256, 256) and sent["a.q_proj.weight_scale"].shape == (2, 2)
+        codes, scale = parts(sent[f"{name}.weight"], weights[f"{name}.weight"].shape)
+        assert torch.equal(codes.view(torch.uint8), on_arrival.codes.view(torch.uint8))
+        assert torch.equal(scale, on_arrival.scale)
+    assert sent["a.q_proj.weight"].shape == (256 + 1, 256) and sent["a.q_proj.weight"].dtype == torch.float8_e4m3fn
     assert sent["a.q_proj.bias"] is weights["a.q_proj.bias"] and sent["lm_head.weight"] is weights["lm_head.weight"]
 
 
@@ -43,9 +37,25 @@ def test_the_sync_of_a_models_linears_takes_half_of_bf16s_bytes():
     linears = {n: "fp32" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     weights = [(f"{name}.weight", model.get_parameter(f"{name}.weight")) for name in linears]
     sent = sum(t.nbytes for _, t in quantized_on_the_way(iter(weights), linears, "cpu"))
-    # Padding to 128 aside: one byte a weight, and four bytes a block of 128 x 128.
-    padded = sum(-(-w.shape[0] // 128) * 128 * -(-w.shape[1] // 128) * 128 for _, w in weights)
-    assert sent == padded + 4 * padded // 128**2
+    # One byte a weight, padded to 128, and the rows that four bytes a block of 128 x 128 take.
+    padded = [(-(-w.shape[0] // 128) * 128, -(-w.shape[1] // 128) * 128) for _, w in weights]
+    assert sent == sum((n + -(-4 * (n // 128) * (k // 128) // k)) * k for n, k in padded)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (200, 130), (128, 4096), (4224, 128), (8192, 256)])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+def test_a_packed_weight_is_read_back_from_wherever_a_bucket_holds_it(shape, offset):
+    """One row of scales' bytes up to 4096 rows of codes, two from there; buckets align a tensor by its elements, here bytes."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    packed = quantize_packed(weight, "fp32")
+    assert packed.shape == packed_shape(shape) and packed.shape[0] % 128 == -(-packed.shape[0] // 4097)
+    bucket = torch.zeros(packed.nbytes + 8, dtype=torch.uint8)
+    view = bucket[offset : offset + packed.nbytes].view(packed.dtype).view(packed.shape)
+    view.view(torch.uint8).copy_(packed.view(torch.uint8))
+    codes, scale = parts(view, shape)
+    want = quantize_weight(weight, "fp32")
+    assert torch.equal(codes.view(torch.uint8), want.codes.view(torch.uint8)) and torch.equal(scale, want.scale)
 
 
 @pytest.mark.parametrize(

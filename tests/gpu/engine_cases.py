@@ -143,6 +143,7 @@ def sync(folder: str, **options) -> dict:
 
     from jetrl.integrations.verl.wire import quantized_on_the_way
     from jetrl.linear import quantize_weight
+    from jetrl.packed_weight import parts
 
     engine = build_engine(Path(folder), packed=ON_GPU, **options)
     formats = {
@@ -158,8 +159,9 @@ def sync(folder: str, **options) -> dict:
     equal = True
     for name in formats:
         wanted = quantize_weight(plain[f"{name}.weight"].bfloat16(), "fp32")
-        equal &= torch.equal(sent[f"{name}.weight"].view(torch.uint8), wanted.codes.view(torch.uint8))
-        equal &= torch.equal(sent[f"{name}.weight_scale"], wanted.scale)
+        codes, scale = parts(sent[f"{name}.weight"], plain[f"{name}.weight"].shape)
+        equal &= torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        equal &= torch.equal(scale, wanted.scale)
     return {
         "bytes_equal": bool(equal),
         "linears": len(formats),

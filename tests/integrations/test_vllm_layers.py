@@ -1,5 +1,7 @@
 """jetrl's layers inside real vLLM models, built in this process without an engine: which flow gets which, both weight wires, faults."""
 
+import itertools
+
 import pytest
 import torch
 from checkpoints_for_tests import ARCHITECTURES, build_model
@@ -8,6 +10,7 @@ from vllm_models_for_tests import vllm_models
 
 from jetrl.errors import JobError, UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
+from jetrl.packed_weight import parts
 
 # Importing vLLM takes half a minute here, and it inspects every architecture in a process of its own.
 pytestmark = pytest.mark.slow
@@ -49,10 +52,22 @@ def state_of(architecture: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return {n: w.to(torch.bfloat16) for n, w in build_model(architecture, seed).state_dict().items()}
 
 
-def fp8_wire(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def packed_wire(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The weights as jetrl's own trainer sends them."""
     matrices = {n.removesuffix(".weight"): "fp32" for n in state if n.endswith("_proj.weight")}
     return list(quantized_on_the_way(iter(state.items()), matrices, "cpu"))
+
+
+def fp8_wire(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The same with scales in tensors of their own."""
+    found = []
+    for name, tensor in packed_wire(state):
+        if tensor.dtype != torch.float8_e4m3fn:
+            found.append((name, tensor))
+            continue
+        codes, scale = parts(tensor, state[name].shape)
+        found += [(name, codes), (f"{name}_scale", scale)]
+    return found
 
 
 def stored(model) -> dict[str, bytes]:
@@ -87,8 +102,9 @@ def test_both_wires_leave_the_same_bytes_whatever_the_buckets(vllm_model, archit
     first = stored(model)
     sync(model, config, state_of(architecture, seed=1).items())
     assert stored(model) != first
-    for buckets in (1, 7):
-        sync(model, config, fp8_wire(state), buckets)
+    for wire, buckets in itertools.product((packed_wire, fp8_wire), (1, 7)):
+        sync(model, config, state_of(architecture, seed=1).items())
+        sync(model, config, wire(state), buckets)
         assert stored(model) == first
         assert {n: p.data_ptr() for n, p in model.named_parameters()} == pointers
 
@@ -122,6 +138,28 @@ def test_a_fault_on_the_fp8_wire_is_named_after_the_last_bucket(vllm_model, faul
         sync(model, config, fault(good), buckets=3)
     sync(model, config, good)
     assert stored(model) == want
+
+
+def rows_of_nan(packed: torch.Tensor) -> torch.Tensor:
+    """The scales' bytes all ones."""
+    changed = packed.clone()
+    changed.view(torch.uint8)[packed.shape[0] // 128 * 128 :] = 0xFF
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda i: without(i, f"{K1}.weight"), f"{K1} was not received"),
+        (lambda i: changed(i, f"{K1}.weight", lambda t: t[:-2]), f"{K1} arrived as FP8 codes of shape"),
+        (lambda i: changed(i, f"{K1}.weight", lambda t: t[:-1]), rf"{K1} \(scale\) was not received"),
+        (lambda i: changed(i, f"{K1}.weight", rows_of_nan), f"{K1} holds NaN or Inf"),
+    ],
+)
+def test_a_fault_of_a_packed_weight_is_named(vllm_model, fault, message):
+    model, config = vllm_model("qwen3")
+    with pytest.raises(JobError, match=message):
+        sync(model, config, fault(packed_wire(state_of("qwen3"))), buckets=3)
 
 
 def test_what_a_sync_leaves_out_is_nan_in_the_engine(vllm_model):
@@ -176,7 +214,7 @@ def test_the_table_gives_vllm_only_what_is_neither_matrix_nor_norm(known_model, 
 
     monkeypatch.setattr(model.load_weights, "_stock", watching)
     state = state_of("qwen3", seed=1)
-    for items in (list(state.items()), fp8_wire(state)):
+    for items in (list(state.items()), packed_wire(state), fp8_wire(state)):
         seen.clear()
         scales = {n for n, _ in model.named_parameters() if n.endswith("weight_scale")}
         sent = {n for n, _ in model.named_parameters()} - (scales if len(items) == len(state) else set())
@@ -256,7 +294,7 @@ def test_the_check_at_the_end_asks_the_device_once_for_all_layers(known_model):
             calls.append(func)
             return func(*args, **(kwargs or {}))
 
-    items = fp8_wire(state_of("qwen3"))
+    items = packed_wire(state_of("qwen3"))
     with Watch():
         sync(model, config, items)
     aten = torch.ops.aten

@@ -1,7 +1,7 @@
 """The FP8 wire of a weight sync: the bytes that the rollout would make of the weights, made here, at half of BF16's size.
 
-A weight that both sides quantize alike goes out as `<name>.weight` in E4M3, padded to 128 in both dimensions, directly
-followed by `<name>.weight_scale`; everything else as VeRL sends it. The quantizer is the rollout's own, and what it reads
+A weight that both sides quantize alike goes out as one E4M3 tensor of codes and scales (packed_weight.py) under its own name;
+everything else as VeRL sends it. The quantizer is the rollout's own, and what it reads
 is bf16(master) on either side of the wire, so the rollout's storage ends up with the same bytes.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from jetrl.linear import quantize_weight
+from jetrl.packed_weight import quantize_packed
 from jetrl.precision.graph import PrecisionGraph
 
 FP8_WIRE = "fp8"
@@ -31,9 +31,6 @@ def quantized_on_the_way(
     """weights: (name, whole tensor) as VeRL gathers them, one at a time; quantized on `device`."""
     for name, tensor in weights:
         scale_format = scale_formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if scale_format is None:
-            yield name, tensor
-            continue
-        quantized = quantize_weight(tensor.to(device, non_blocking=True), scale_format)
-        yield name, quantized.codes
-        yield f"{name}_scale", quantized.scale
+        if scale_format is not None:
+            tensor = quantize_packed(tensor.to(device, non_blocking=True), scale_format)
+        yield name, tensor

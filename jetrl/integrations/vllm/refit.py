@@ -3,8 +3,8 @@
 Two wires, told apart by dtype; both leave the same bytes:
   <name>.weight in a float dtype: this rank's part of it is quantized straight into the storage, so no second BF16 copy
   of the model, nor of a layer, ever exists;
-  <name>.weight in E4M3 followed by <name>.weight_scale (float32): what `jetrl.linear.quantize_weight` made of the whole
-  matrix, codes padded to 128 in both dimensions. Copied as they are.
+  <name>.weight in E4M3: what `jetrl.linear.quantize_weight` made of the whole matrix, codes and scales in one tensor
+  (packed_weight.py), or the codes alone, padded to 128 in both dimensions, and <name>.weight_scale (float32). Copied as they are.
 
 Every cycle starts by setting all scales of the model to NaN, so a matrix that does not arrive explodes. (Of the layer, before
 the trainer has asked for the graph and the layers of a model know of each other: refit_plan.py.)
@@ -24,6 +24,7 @@ from jetrl.integrations.vllm import handshake
 from jetrl.integrations.vllm.refit_group import ReceiverGroup
 from jetrl.integrations.vllm.shards import Shard, shard_numbers
 from jetrl.linear import quantize_weight_into
+from jetrl.packed_weight import packed_shape, parts
 
 _PARTS = ("codes", "scale")
 
@@ -43,6 +44,7 @@ class WeightReceiver:
         self._started_on_dummy_weights = False
         self._received: set[tuple[int, str]] = set()
         self._weight_shapes = [shard.full for shard in shards]
+        self._packed_shapes = [packed_shape(shard.full) for shard in shards]
         self._codes_shapes = [tuple(pad_to_tile(n) for n in shard.full) for shard in shards]
         self._scale_shapes = [tuple(ceil_div(n, TILE) for n in shard.full) for shard in shards]
         self._places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -72,6 +74,7 @@ class WeightReceiver:
         numbers = shard_numbers(shard_id, len(self.shards))
         if len(numbers) == 1:
             self._take_weight(numbers[0], loaded)
+            self.group.copy_now()
         elif not loaded.is_floating_point() or loaded.dtype == E4M3:
             self.faults.append(f"{self._name(numbers)} arrived merged as {loaded.dtype}; each must come by itself")
         elif self._fits("a weight", numbers, loaded, self._stacked(numbers)):
@@ -92,7 +95,7 @@ class WeightReceiver:
     def taker(self, number: int, parameter: str) -> Callable[[torch.Tensor], bool]:
         """A function that takes a whole tensor of one matrix as vLLM's loaders above do, or says False where vLLM would not call them.
 
-        parameter: weight or weight_scale. A scale may be read as late as the group's `copy_now`.
+        parameter: weight or weight_scale. Scales may be read as late as the group's `copy_now`.
         """
         parameters = self.layer._parameters
         loader, take = {
@@ -187,14 +190,21 @@ class WeightReceiver:
 
     def _take_weight(self, number: int, loaded: torch.Tensor) -> None:
         if loaded.dtype == E4M3:
-            if self._fits("FP8 codes", [number], loaded, self._codes_shapes[number]):
-                self._begin(number, "codes")
-                self._place(number)[1].copy_(self.shards[number].of_codes(loaded.view(torch.uint8)))
+            if loaded.shape == self._packed_shapes[number]:
+                codes, scale = parts(loaded, self._weight_shapes[number])
+                self._take_codes(number, codes, *_PARTS)
+                self.group.copy_later(self._place(number)[2], self.shards[number].of_scale(scale))
+            elif self._fits("FP8 codes", [number], loaded, self._codes_shapes[number]):
+                self._take_codes(number, loaded, "codes")
         elif not loaded.is_floating_point():
             self.faults.append(f"{self.shards[number].name} arrived as {loaded.dtype}, not as a floating-point weight")
         elif self._fits("a weight", [number], loaded, self._weight_shapes[number]):
             self._begin(number, *_PARTS)
             self._quantize(number, self.shards[number].of_weight(loaded))
+
+    def _take_codes(self, number: int, codes: torch.Tensor, *arrived: str) -> None:
+        self._begin(number, *arrived)
+        self._place(number)[1].copy_(self.shards[number].of_codes(codes.view(torch.uint8)))
 
     def _take_scale(self, number: int, loaded: torch.Tensor) -> None:
         if loaded.dtype != torch.float32:
