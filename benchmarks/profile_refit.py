@@ -4,12 +4,14 @@
 
 On a GPU a refit of 8B weights in VeRL's buckets waits for the host: every torch call costs 5 to 10 us of it whatever the
 size, and a synchronization costs the whole queue. This takes the three paths of bench_refit.py through the models that a
-vLLM worker holds, all in one process, in turn, and prints for each the least milliseconds (neighbours on the machine only add to them) of
+vLLM worker holds, all in one process, in turn, and prints for each the least milliseconds (neighbours on the machine only
+add to them) of
   sender    making what is sent (only the FP8 wire makes something),
   load      model.load_weights, bucket by bucket,
   finish    vLLM's post-processing,
-and how many torch operators load + finish call, and how many of those wait for the device (a whole tensor read as a list, as at
-the end of jetrl's, is not among what a CPU shows). The quantizer's arithmetic, which is one launch on a GPU and dozens of operators here, is taken out; what calls it stays.
+and how many torch operators load + finish call, views among them, and how many of those wait for the device (a tensor read
+as a list, once at the end of jetrl's, is not among what a CPU shows). The quantizer's arithmetic, which is one launch on a
+GPU and dozens of operators here, is taken out; what calls it stays. So is what VeRL does for each tensor on both sides.
 """
 
 import argparse
