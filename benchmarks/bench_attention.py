@@ -9,7 +9,10 @@ backward. Backward kernels that could follow FA3's forward: torch's flash 2 and 
 
 import argparse
 import importlib.util
+import json
 import statistics
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -133,7 +136,7 @@ def _cudnn_rows(repeat: bool):
         group = q.shape[1] // k.shape[1] if repeat else 1
         kr, vr = (t.repeat_interleave(group, 1) if repeat else t for t in (k, v))
         rows = [t.unflatten(0, (batch, length)).transpose(1, 2) for t in (grad, q, kr, vr, out)]
-        stats = lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()  # (B, H, S)
+        stats = lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous().unsqueeze(-1)  # (B, H, S, 1)
         dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
             *rows, stats, _seed(q.device), _seed(q.device), None, None, None, length, length, 0.0, True,
             scale=SIZE**-0.5,
@@ -171,9 +174,8 @@ BACKWARDS = {
     "cuDNN, equal lengths": _cudnn_rows(repeat=False),
     "cuDNN, equal lengths, K and V repeated": _cudnn_rows(repeat=True),
     "cuDNN, nested, with its own forward": _cudnn_nested,
+    "cuDNN, packed": _cudnn_packed,
 }
-# Last of all: a kernel that is told of shorter sequences than there are may leave the GPU unusable for the process.
-DOUBTFUL = {"cuDNN, packed": _cudnn_packed}
 # Lengths of the comparison with float64: equal ones beyond one tile, and mixed ones.
 SMALL = {"2 x 300": (300, 300), "300 + 77 + 129": (300, 77, 129)}
 
@@ -184,30 +186,40 @@ def _float64(q, k, v, grad, packing) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(out, leaves, grad.double())
 
 
-def backward_rows(kernels: dict, keep) -> None:
-    """Each backward fed with FA3's output and log-sum-exp: error, determinism, milliseconds. keep: gets every row.
-
-    error: largest over dq, dk, dv of max |difference| / max |gradient|, against float64. What a backend refuses is its row.
-    """
-    for name, backward in kernels.items():
-        for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic)
-            row = {"backward": name, "deterministic": deterministic}
-            for label, lengths in SMALL.items():
-                try:
-                    row |= _checked(backward, lengths, label)
-                except Exception as e:  # noqa: BLE001  what a build of torch or cuDNN refuses is the finding
-                    row[f"error {label}"] = _sentence(e)
-            for label in ("8 x 2048", "2 x 8192"):
-                try:
-                    q, k, v, grad, packing = _inputs(PACKS[label])
-                    out, lse = _fa3_forward(q, k, v, packing)
-                    row[f"ms {label}"] = _milliseconds(partial(backward, q, k, v, out, lse, grad, packing))
-                except Exception as e:  # noqa: BLE001
-                    row[f"ms {label}"] = _sentence(e)
-            torch.use_deterministic_algorithms(False)
+def backward_rows(keep) -> None:
+    """Every kernel in a process of its own: one of cuDNN's ended its process with a segmentation fault. keep: gets every row."""
+    for name in BACKWARDS:
+        done = subprocess.run([sys.executable, __file__, "--kernel", name], stdout=subprocess.PIPE, text=True)
+        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode:
+            rows.append({"backward": name, "deterministic": bool(rows), "ended": f"exit code {done.returncode}"})
+        for row in rows:
             print(row, flush=True)
             keep(row)
+
+
+def measure_backward(name: str) -> None:
+    """One kernel fed with FA3's output and log-sum-exp: error, determinism, milliseconds; a JSON line a row.
+
+    error: largest over dq, dk, dv of max |difference| / max |gradient|, against float64. What a kernel refuses is its row.
+    """
+    backward = BACKWARDS[name]
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        row = {"backward": name, "deterministic": deterministic}
+        for label, lengths in SMALL.items():
+            try:
+                row |= _checked(backward, lengths, label)
+            except Exception as e:  # noqa: BLE001  what a build of torch or cuDNN refuses is the finding
+                row[f"error {label}"] = _sentence(e)
+        for label in ("8 x 2048", "2 x 8192"):
+            try:
+                q, k, v, grad, packing = _inputs(PACKS[label])
+                out, lse = _fa3_forward(q, k, v, packing)
+                row[f"ms {label}"] = _milliseconds(partial(backward, q, k, v, out, lse, grad, packing))
+            except Exception as e:  # noqa: BLE001
+                row[f"ms {label}"] = _sentence(e)
+        print(json.dumps(row), flush=True)
 
 
 def _checked(backward, lengths: tuple[int, ...], label: str) -> dict:
@@ -291,21 +303,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("backward", "attention", "row_wise"), nargs="+", help="default: all")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kernel", choices=BACKWARDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     require_gpu()  # each row would keep its absence as what its kernel answered
+    if args.kernel:
+        measure_backward(args.kernel)
+        return
     found: dict[str, list[dict]] = {"attention": [], "row_wise": [], "backward": []}
 
     def keep(part: str, row: dict) -> None:
         found[part].append(row)
         write_results("attention", found["attention"], args.out, row_wise=found["row_wise"], backward=found["backward"])
 
-    parts = (
-        ("backward", partial(backward_rows, BACKWARDS)),
-        ("attention", attention_rows),
-        ("row_wise", row_wise_rows),
-        ("backward", partial(backward_rows, DOUBTFUL)),
-    )
-    for part, measure in parts:
+    for part, measure in (("attention", attention_rows), ("row_wise", row_wise_rows), ("backward", backward_rows)):
         if args.only is None or part in args.only:
             measure(partial(keep, part))
             print_table(found[part])
