@@ -98,7 +98,9 @@ def _not_followed(result: dict) -> list[str]:
     longest = max(p + o for p, o in zip(result["prompt_lengths"], result["output_lengths"], strict=True))
     if longest <= followed or not result["mismatch"]["all"]["differing_tokens"]:
         return []
-    return [f"sequences of up to {longest} tokens were followed over the first {followed}: see further with --layer-tokens"]
+    return [
+        f"sequences of up to {longest} tokens were followed over the first {followed}: see further with --layer-tokens"
+    ]
 
 
 def _sizes(d: dict) -> str:

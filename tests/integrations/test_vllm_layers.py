@@ -279,6 +279,27 @@ def test_a_loader_that_vllm_puts_around_a_layers_own_is_called(known_model, monk
     assert sorted(calls) == ["k", "q", "v"]
 
 
+@pytest.mark.parametrize("wire", [lambda state: list(state.items()), packed_wire, fp8_wire], ids=["bf16", "packed", "fp8"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2-bias"])
+def test_vllms_own_reload_layer_by_layer_brings_every_layer(architecture, wire, vllm_model):
+    """`reload_weights`: vLLM counts what is copied into meta tensors, then loads and finishes one layer after another."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model, config = vllm_model(architecture)
+    sync(model, config, state_of(architecture, seed=1).items())
+    want = stored(model)
+    sync(model, config, state_of(architecture, seed=2).items())
+    assert stored(model) != want
+    places = {n: p.data_ptr() for n, p in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    model.load_weights(wire(state_of(architecture, seed=1)))
+    finalize_layerwise_reload(model, config)
+    assert stored(model) == want
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == places
+    assert not any(m.jetrl_receiver._places for m in model.modules() if hasattr(m, "jetrl_receiver"))
+    sync(model, config, wire(state_of(architecture, seed=1)))  # and leaves nothing behind
+
+
 def test_a_norm_of_another_shape_is_refused_as_vllm_refuses_it(known_model):
     model, _, _ = known_model
     with pytest.raises(AssertionError, match="Attempted to load weight"):

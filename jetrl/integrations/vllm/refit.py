@@ -36,7 +36,8 @@ class WeightReceiver:
         self.layer = layer
         self.shards = shards
         self.scale_format = scale_format
-        self.group = ReceiverGroup([self])
+        # Of the model once its table is made; arrivals by vLLM's own way concern this layer alone, see `load_weight`.
+        self.group = self._alone = ReceiverGroup([self])
         self.ever_loaded = False
         # Something arrived and `finish` has not been called; all scales are NaN and nothing has arrived since.
         self.in_cycle = self.is_poisoned = False
@@ -49,6 +50,7 @@ class WeightReceiver:
         self._scale_shapes = [tuple(ceil_div(n, TILE) for n in shard.full) for shard in shards]
         self._places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._places_at: tuple[int, int] | None = None
+        self._places_may_be_temporary = False
 
     @property
     def names(self) -> list[str]:
@@ -70,10 +72,15 @@ class WeightReceiver:
         return torch.empty(rows, columns, dtype=E4M3), torch.empty(rows // TILE, columns // TILE, dtype=torch.float32)
 
     def load_weight(self, param: torch.nn.Parameter, loaded: torch.Tensor, shard_id=None) -> None:
-        """vLLM's weight_loader of `weight`."""
+        """vLLM's weight_loader of `weight`.
+
+        Called one layer after another where vLLM reloads a checkpoint: first on meta tensors, which counts the elements that
+        are copied, then in storage for the moment, with `finish` before the next layer's turn. So other layers keep what they have.
+        """
+        self._places_may_be_temporary = True
         numbers = shard_numbers(shard_id, len(self.shards))
         if len(numbers) == 1:
-            self._take_weight(numbers[0], loaded)
+            self._take_weight(numbers[0], loaded, self._alone)
             self.group.copy_now()
         elif not loaded.is_floating_point() or loaded.dtype == E4M3:
             self.faults.append(f"{self._name(numbers)} arrived merged as {loaded.dtype}; each must come by itself")
@@ -81,15 +88,16 @@ class WeightReceiver:
             # Several logical matrices in one tensor: a checkpoint that stores them merged.
             heights = [self.shards[i].full[0] for i in numbers]
             for number, whole in zip(numbers, loaded.split(heights), strict=True):
-                self._take_weight(number, whole)
+                self._take_weight(number, whole, self._alone)
 
     def load_scale(self, param: torch.nn.Parameter, loaded: torch.Tensor, shard_id=None) -> None:
         """vLLM's weight_loader of `weight_scale`."""
+        self._places_may_be_temporary = True
         numbers = shard_numbers(shard_id, len(self.shards))
         if len(numbers) != 1:
             self.faults.append(f"{self._name(numbers)}.weight_scale arrived merged; each must come by itself")
             return
-        self._take_scale(numbers[0], loaded)
+        self._take_scale(numbers[0], loaded, self._alone)
         self.group.copy_now()
 
     def taker(self, number: int, parameter: str) -> Callable[[torch.Tensor], bool]:
@@ -107,7 +115,7 @@ class WeightReceiver:
             # vLLM puts loaders of its own around these, and other parameters into the layer, while it reloads a checkpoint.
             if getattr(parameters[parameter], "weight_loader", None) != loader:
                 return False
-            take(number, loaded)
+            take(number, loaded, self.group)
             return True
 
         return take_if_vllm_would
@@ -138,6 +146,7 @@ class WeightReceiver:
         if not (began or self.ever_loaded or self.is_poisoned):
             self._started_on_dummy_weights = True
             self._fill_with_dummy_weights()
+            self._forget_places()
             return
         if len(received) != len(_PARTS) * len(self.shards):
             raise JobError(
@@ -151,8 +160,12 @@ class WeightReceiver:
         self.ever_loaded = True
         if not self.group.is_finite(self) and (names := self._names_not_finite()):
             raise JobError(f"weight sync failed: {', '.join(names)} holds NaN or Inf")
-        if self._places_at != self._storage():
-            self._places, self._places_at = [], None  # they would keep memory that vLLM has moved the layer out of
+        if self._places_may_be_temporary or self._places_at != self._storage():
+            self._forget_places()
+
+    def _forget_places(self) -> None:
+        """They would keep memory that vLLM moves the layer out of."""
+        self._places, self._places_at, self._places_may_be_temporary = [], None, False
 
     def _missing(self, received: set[tuple[int, str]]) -> list[str]:
         parts = {shard.name: [p for p in _PARTS if (i, p) not in received] for i, shard in enumerate(self.shards)}
@@ -173,49 +186,55 @@ class WeightReceiver:
         self.faults.append(f"{self._name(numbers)} arrived as {shape}, which does not fit the layer: it takes {want}")
         return False
 
-    def _begin(self, number: int, *parts: str) -> None:
-        """Note the arrival of `parts`; poison first where they open a new cycle.
+    def _begin(self, group: ReceiverGroup, number: int, *parts: str) -> None:
+        """Note the arrival of `parts`; poison `group` first where they open a new cycle.
 
         They do when nothing is open, and also when they were there already: then an earlier sync broke off without
         `finish`, and what it brought must not count for this one.
         """
+        if self.scale.is_meta:  # vLLM counts elements, nothing arrives
+            return
         arrived = [(number, part) for part in parts]
         if not self._received.isdisjoint(arrived):
-            self.group.start_again()
+            group.start_again()
         elif not self.in_cycle and not self.is_poisoned:
-            self.group.poison()
+            group.poison()
         self.group.arrived()
         self.in_cycle, self.is_poisoned = True, False
         self._received.update(arrived)
 
-    def _take_weight(self, number: int, loaded: torch.Tensor) -> None:
+    def _take_weight(self, number: int, loaded: torch.Tensor, group: ReceiverGroup) -> None:
         if loaded.dtype == E4M3:
             if loaded.shape == self._packed_shapes[number]:
                 codes, scale = parts(loaded, self._weight_shapes[number])
-                self._take_codes(number, codes, *_PARTS)
+                self._take_codes(group, number, codes, *_PARTS)
                 self.group.copy_later(self._place(number)[2], self.shards[number].of_scale(scale))
             elif self._fits("FP8 codes", [number], loaded, self._codes_shapes[number]):
-                self._take_codes(number, loaded, "codes")
+                self._take_codes(group, number, loaded, "codes")
         elif not loaded.is_floating_point():
             self.faults.append(f"{self.shards[number].name} arrived as {loaded.dtype}, not as a floating-point weight")
         elif self._fits("a weight", [number], loaded, self._weight_shapes[number]):
-            self._begin(number, *_PARTS)
+            self._begin(group, number, *_PARTS)
             self._quantize(number, self.shards[number].of_weight(loaded))
 
-    def _take_codes(self, number: int, codes: torch.Tensor, *arrived: str) -> None:
-        self._begin(number, *arrived)
+    def _take_codes(self, group: ReceiverGroup, number: int, codes: torch.Tensor, *arrived: str) -> None:
+        self._begin(group, number, *arrived)
         self._place(number)[1].copy_(self.shards[number].of_codes(codes.view(torch.uint8)))
 
-    def _take_scale(self, number: int, loaded: torch.Tensor) -> None:
+    def _take_scale(self, number: int, loaded: torch.Tensor, group: ReceiverGroup) -> None:
         if loaded.dtype != torch.float32:
             name = self.shards[number].name
             self.faults.append(f"{name}.weight_scale arrived as {loaded.dtype}, not as torch.float32")
         elif self._fits("block scales", [number], loaded, self._scale_shapes[number]):
-            self._begin(number, "scale")
+            self._begin(group, number, "scale")
             self.group.copy_later(self._place(number)[2], self.shards[number].of_scale(loaded))
 
     def _quantize(self, number: int, part: torch.Tensor) -> None:
         codes, _, scale = self._place(number)
+        if codes.is_meta:
+            codes.copy_(codes)  # copies are what vLLM counts
+            scale.copy_(scale)
+            return
         if part.device != codes.device:
             part = part.to(codes.device)
         if part.dtype not in (torch.bfloat16, torch.float32):

@@ -18,7 +18,7 @@ class ReceiverGroup:
     def __init__(self, receivers: list["WeightReceiver"]) -> None:
         self._receivers = receivers
         self._finite: dict[WeightReceiver, bool] = {}
-        self._later: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._later: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def poison(self) -> None:
         """NaN into all scales of every layer that has nothing of an open cycle and is not poisoned yet."""
@@ -33,6 +33,7 @@ class ReceiverGroup:
         self.copy_now()
         for receiver in self._receivers:
             receiver.forget()
+            receiver.faults.clear()
         self.poison()
 
     def give_up(self) -> None:
@@ -57,13 +58,16 @@ class ReceiverGroup:
 
     def copy_later(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """For tensors so small that the call costs more than the copy. `source` must last until `copy_now`."""
-        targets, sources = self._later.setdefault(target.dtype, ([], []))
+        if target.is_meta:
+            target.copy_(source)  # vLLM counts such copies
+            return
+        targets, sources = self._later.setdefault((target.dtype, source.is_contiguous()), ([], []))
         targets.append(target)
         sources.append(source)
 
     def copy_now(self) -> None:
         later, self._later = self._later, {}
-        # By dtype: CUDA has one launch for many copies only where all are of one.
+        # CUDA has one launch for many copies only where all are of one dtype, and laid out like their targets.
         for targets, sources in later.values():
             torch._foreach_copy_(targets, sources)
 
