@@ -23,6 +23,7 @@ def update(engine, seed: int) -> float:
 def everything(rank: int, folder: str) -> dict:
     from jetrl.integrations.verl.wire import quantized_on_the_way
     from jetrl.linear import quantize_weight
+    from jetrl.packed_weight import parts
 
     torch.manual_seed(rank)
     engine = build_engine(Path(folder))
@@ -39,11 +40,12 @@ def everything(rank: int, folder: str) -> dict:
         n: "fp32" for n in engine.precision_graph.linear_names() if engine.precision_graph.linear_format(n).is_fp8
     }
     sent = dict(quantized_on_the_way(iter(found["straight"].items()), formats, "cpu"))
-    found["wire"] = all(
-        torch.equal(sent[f"{n}.weight"].view(torch.uint8), quantize_weight(w, "fp32").codes.view(torch.uint8))
-        for n in formats
-        if (w := found["straight"][f"{n}.weight"]) is not None
-    )
+    found["wire"] = bool(formats)
+    for name in formats:
+        weight = found["straight"][f"{name}.weight"]
+        want, (codes, scale) = quantize_weight(weight, "fp32"), parts(sent[f"{name}.weight"], weight.shape)
+        found["wire"] &= torch.equal(codes.view(torch.uint8), want.codes.view(torch.uint8))
+        found["wire"] &= torch.equal(scale, want.scale)
     torch.manual_seed(1234 + rank)
     resumed = build_engine(Path(folder))
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
