@@ -280,4 +280,3 @@ def test_with_flash_attn_a_stock_trainer_keeps_verls_log_probs(monkeypatch):
 
     monkeypatch.setattr(log_probs, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
     assert Engine().prepare_model_outputs(None, {}, _dict({}), None) == "VeRL's"
-

@@ -279,7 +279,9 @@ def test_a_loader_that_vllm_puts_around_a_layers_own_is_called(known_model, monk
     assert sorted(calls) == ["k", "q", "v"]
 
 
-@pytest.mark.parametrize("wire", [lambda state: list(state.items()), packed_wire, fp8_wire], ids=["bf16", "packed", "fp8"])
+@pytest.mark.parametrize(
+    "wire", [lambda state: list(state.items()), packed_wire, fp8_wire], ids=["bf16", "packed", "fp8"]
+)
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2-bias"])
 def test_vllms_own_reload_layer_by_layer_brings_every_layer(architecture, wire, vllm_model):
     """`reload_weights`: vLLM counts what is copied into meta tensors, then loads and finishes one layer after another."""
