@@ -192,7 +192,7 @@ class WeightReceiver:
         They do when nothing is open, and also when they were there already: then an earlier sync broke off without
         `finish`, and what it brought must not count for this one.
         """
-        if self.scale.is_meta:  # vLLM counts elements, nothing arrives
+        if self.layer._parameters["weight_scale"].is_meta:  # vLLM counts elements, nothing arrives
             return
         arrived = [(number, part) for part in parts]
         if not self._received.isdisjoint(arrived):
