@@ -44,7 +44,6 @@ class WeightReceiver:
         self.faults: list[str] = []
         self._started_on_dummy_weights = False
         self._received: set[tuple[int, str]] = set()
-        self._weight_shapes = [shard.full for shard in shards]
         self._packed_shapes = [packed_shape(shard.full) for shard in shards]
         self._codes_shapes = [tuple(pad_to_tile(n) for n in shard.full) for shard in shards]
         self._scale_shapes = [tuple(ceil_div(n, TILE) for n in shard.full) for shard in shards]
@@ -206,14 +205,14 @@ class WeightReceiver:
     def _take_weight(self, number: int, loaded: torch.Tensor, group: ReceiverGroup) -> None:
         if loaded.dtype == E4M3:
             if loaded.shape == self._packed_shapes[number]:
-                codes, scale = parts(loaded, self._weight_shapes[number])
+                codes, scale = parts(loaded, self.shards[number].full)
                 self._take_codes(group, number, codes, *_PARTS)
                 self.group.copy_later(self._place(number)[2], self.shards[number].of_scale(scale))
             elif self._fits("FP8 codes", [number], loaded, self._codes_shapes[number]):
                 self._take_codes(group, number, loaded, "codes")
         elif not loaded.is_floating_point():
             self.faults.append(f"{self.shards[number].name} arrived as {loaded.dtype}, not as a floating-point weight")
-        elif self._fits("a weight", [number], loaded, self._weight_shapes[number]):
+        elif self._fits("a weight", [number], loaded, self.shards[number].full):
             self._begin(group, number, *_PARTS)
             self._quantize(number, self.shards[number].of_weight(loaded))
 
