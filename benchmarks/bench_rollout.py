@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from decode_connector import transfer
+from gpu_time import gpu_time
 from harness import copy_bandwidth, print_table, write_results
 from rollout_engines import (
     ENGINES,
@@ -44,7 +45,7 @@ from turns import serve, start
 PREFILL = (8, 4096)  # requests, tokens each
 USED = 0.92  # of the GPU's memory, at most
 CELL_SECONDS = 120
-AHEAD = 12  # steps beside the measured ones
+AHEAD = 24  # steps beside the measured ones: the first of 256 requests decode before the last has arrived
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-start", action="store_true", help="also time a second start of jetrl and vllm_fp8")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument(
-        "--profile", action="store_true", help="print GPU time by kernel; the engine runs in one process"
+        "--profile",
+        action="store_true",
+        help="GPU time of a step beside its wall time, and by kernel; the engine runs in one process",
     )
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -143,26 +146,15 @@ def prefill(llm, tokens: int) -> float:
     return PREFILL[0] * tokens / seconds
 
 
-def profile(llm, sequences: int, context: int) -> None:
-    """GPU time by kernel of eight decode steps (in one process only)."""
-    from torch.profiler import ProfilerActivity
-
+def profile(llm, sequences: int, context: int) -> dict:
+    """GPU time of a decode step (gpu_time.py; in one process only). Profiled, so its wall time is not the step's."""
     _requests(llm, "decode", sequences, context, 24)
     for _ in range(10):
         llm.llm_engine.step()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        began = time.perf_counter()
-        for _ in range(8):
-            llm.llm_engine.step()
-        torch.cuda.synchronize()
-        wall = (time.perf_counter() - began) / 8
+    found = gpu_time(f"{sequences} x {context}", llm.llm_engine.step)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
-    busy = sum(row.self_device_time_total for row in rows) / 8e3
-    print(f"profile: {sequences} x {context}: {wall * 1e3:.2f} ms a step, GPU busy {busy:.2f} ms", flush=True)
-    for row in rows[:28]:
-        print(f"  {row.self_device_time_total / 8e3:7.3f} ms {row.count / 8:7.1f} x  {row.key[:110]}", flush=True)
+    return {name: found[name] for name in ("gpu_ms", "kernels_ms")}
 
 
 # ---- the engine's process
@@ -216,8 +208,7 @@ def answer(arguments: argparse.Namespace, llm, question: tuple) -> dict:
         return {"prefill_tokens_s": prefill(llm, _prefill(arguments))}
     context, sequences = rest
     if kind == "profile":
-        profile(llm, sequences, context)
-        return {}
+        return profile(llm, sequences, context)
     config = config_of(arguments.shape, arguments.layers)
     if not getattr(llm, "decoded", False):
         llm.decoded = bool(decode(llm, sequences, context, 8))
@@ -269,11 +260,15 @@ class Record:
                 for cell in result["cells"]:
                     if (cell["context"], cell["sequences"]) == (context, sequences):
                         row[result["engine"]] = cell["ms"]
+                        if "gpu_ms" in cell:
+                            row[f"{result['engine']}_gpu"] = cell["gpu_ms"]
                         if self.bandwidth:
                             row[f"{result['engine']}_bound"] = cell["bytes"] / self.bandwidth * 1e3
             for other in ("bf16", "vllm_fp8"):
                 if other in row and "jetrl" in row:
                     row[f"over_{other}"] = row[other] / row["jetrl"]
+                if f"{other}_gpu" in row and "jetrl_gpu" in row:
+                    row[f"gpu_over_{other}"] = row[f"{other}_gpu"] / row["jetrl_gpu"]
             rows.append(row)
         return rows
 
@@ -326,8 +321,9 @@ def measure(arguments: argparse.Namespace, group: list[str], record: Record, unt
             elif "error" not in found:
                 record.results[engine] |= found
             record.write()
-            if arguments.profile and question[0] == "decode":
-                processes[engine].ask(("profile", *question[1:]), CELL_SECONDS)
+            if arguments.profile and question[0] == "decode" and "ms" in found:
+                found |= processes[engine].ask(("profile", *question[1:]), CELL_SECONDS) or {}
+                record.write()
     for engine, process in processes.items():
         if arguments.profile:
             text = (logs / f"{engine}.log").read_text(errors="replace").splitlines()

@@ -27,3 +27,11 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, name):
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert said.err == f"bench_{name}.py: error: there is no GPU here; run it on a machine with one\n"
+
+
+def test_gpu_time_counts_overlaps_once_and_only_short_pauses(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    from gpu_time import GAP_US, busy_us
+
+    kernels = [(100.0, 110.0), (101.0, 102.0), (0.0, 10.0), (8.0, 12.0), (12.0 + GAP_US, 20.0)]
+    assert busy_us(kernels) == 20.0 + 10.0
