@@ -1,25 +1,31 @@
-"""Host time of a weight sync's receiver, on a CPU: as many tensors as the model on the GPU has, each of them tiny.
+"""Host time of a weight sync, on a CPU: as many tensors as the model on the GPU has, each of them tiny.
 
-    python benchmarks/profile_refit.py [--layers 36] [--repeats 30] [--profile "fp8 -> jetrl"]
+    python benchmarks/profile_refit.py [--layers 36] [--repeats 30] [--profile "fp8 -> jetrl"] [--side sender]
 
 On a GPU a refit of 8B weights in VeRL's buckets waits for the host: every torch call costs 5 to 10 us of it whatever the
-size, and a synchronization costs the whole queue. This takes the three paths of bench_refit.py through the models that a
-vLLM worker holds, all in one process, in turn, and prints for each the least milliseconds (neighbours on the machine only
-add to them) of
-  sender    making what is sent (only the FP8 wire makes something),
-  load      model.load_weights, bucket by bucket,
+size, and a synchronization costs the whole queue. VeRL's sender and receiver take turns (one buffer, and an answer for
+each bucket), so their host times add up. This takes the three paths of bench_refit.py through VeRL's own sender and the
+models that a vLLM worker holds, all in one process, in turn, and prints for each the least milliseconds (neighbours on the
+machine only add to them) of
+  make      making what is sent (only the FP8 wire makes something),
+  pack      VeRL's sender: each tensor into the bucket, and the buckets' metadata,
+  load      the receiver: views of the bucket as VeRL's makes them, and model.load_weights, bucket by bucket,
   finish    vLLM's post-processing,
-and how many torch operators load + finish call, views among them, and how many of those wait for the device (a tensor read
-as a list, once at the end of jetrl's, is not among what a CPU shows). The quantizer's arithmetic, which is one launch on a
-GPU and dozens of operators here, is taken out; what calls it stays. So is what VeRL does for each tensor on both sides.
+and how many torch operators each side calls, views among them, and how many of the receiver's wait for the device (a tensor
+read as a list, once at the end of jetrl's, is not among what a CPU shows). The quantizer's arithmetic, which is one launch on
+a GPU and dozens of operators here, is taken out; what calls it stays. The buffer's allocation, its handle and the sockets
+are not in it.
 """
 
 import argparse
+import asyncio
 import cProfile
 import json
+import pickle
 import pstats
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jetrl_kernels.ops  # noqa: F401
@@ -27,6 +33,7 @@ import torch
 from harness import print_table
 from rollout_engines import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.integrations.vllm.refit_plan import attach
@@ -86,17 +93,75 @@ def build(folder: Path, **arguments) -> tuple[torch.nn.Module, object]:
         return initialize_model(config), config.model_config
 
 
-def receive(subject: tuple, items: list, buckets: int) -> tuple[float, float]:
-    """(seconds of load, seconds of finish)."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+class Sync(BucketedWeightSender):
+    """One sync of VeRL's sender; its socket is this object, which loads a bucket as soon as it is sent."""
 
-    model, config = subject
-    began = time.perf_counter()
-    for i in range(buckets):
-        model.load_weights(items[i * len(items) // buckets : (i + 1) * len(items) // buckets])
-    loaded = time.perf_counter()
-    process_weights_after_loading(model, config, torch.device("cpu"))
-    return loaded - began, time.perf_counter() - loaded
+    def __init__(
+        self, subject: tuple, buffer: torch.Tensor, calls: Calls, profiler: cProfile.Profile, side: str | None
+    ):
+        super().__init__("inproc://nobody", 0)
+        (self.model, self.config), self.buffer, self.bucket_size = subject, buffer, buffer.numel()
+        self.calls, self.profiler, self.side = calls, profiler, side
+        self.make = self.load = 0.0
+        self.tensors = self.buckets = self.receiver_calls = self.receiver_waits = 0
+
+    def _init_socket(self) -> None:
+        self.socket = self
+
+    def _init_buffer(self) -> None:
+        pass
+
+    def _cleanup(self) -> None:
+        pass
+
+    def send_pyobj(self, message: dict) -> None:
+        self._sent = pickle.dumps(message)
+        self.tensors, self.buckets = self.tensors + len(message["bucket_meta"]), self.buckets + 1
+
+    def recv(self) -> bytes:
+        """What VeRL's receiver does with a bucket."""
+        self._profile("receiver")
+        began, calls, waits = time.perf_counter(), self.calls.all, self.calls.waits
+        weights = []
+        for name, meta in pickle.loads(self._sent)["bucket_meta"].items():
+            size = meta["dtype"].itemsize * meta["shape"].numel()
+            part = self.buffer[meta["offset"] : meta["offset"] + size]
+            weights.append((name, part.view(dtype=meta["dtype"]).view(meta["shape"])))
+        self.model.load_weights(weights)
+        self.load += time.perf_counter() - began
+        self.receiver_calls += self.calls.all - calls
+        self.receiver_waits += self.calls.waits - waits
+        self._profile("sender")
+        return b""
+
+    def _profile(self, side: str) -> None:
+        if self.side is not None:
+            (self.profiler.enable if side == self.side else self.profiler.disable)()
+
+    def _made(self, items: Iterator) -> Iterator:
+        while True:
+            began = time.perf_counter()
+            item = next(items, None)
+            self.make += time.perf_counter() - began
+            if item is None:
+                return
+            yield item
+
+    def run(self, items: Iterator) -> tuple[float, float, float, float]:
+        """Seconds of make, pack, load and finish."""
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        began = time.perf_counter()
+        self._profile("sender")
+        asyncio.run(self.async_send_weights(self._made(items)))
+        self._profile("receiver")
+        calls, waits, loaded = self.calls.all, self.calls.waits, time.perf_counter()
+        process_weights_after_loading(self.model, self.config, torch.device("cpu"))
+        self.receiver_calls += self.calls.all - calls
+        self.receiver_waits += self.calls.waits - waits
+        finish = time.perf_counter() - loaded
+        self.profiler.disable()
+        return self.make, loaded - began - self.make - self.load, self.load, finish
 
 
 def main() -> None:
@@ -104,6 +169,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--profile", choices=PATHS, help="print where this path's time goes")
+    parser.add_argument("--side", choices=("sender", "receiver"), default="receiver", help="of --profile")
     arguments = parser.parse_args()
     config = SHAPES["qwen3-8b"] | SIZES | {"num_hidden_layers": arguments.layers, "vocab_size": 2048}
     folder = Path(tempfile.mkdtemp())
@@ -117,28 +183,36 @@ def main() -> None:
     attach(subjects["jetrl"][0])
     seconds: dict[str, list[tuple]] = {path: [] for path in PATHS}
     rows, profiler = [], cProfile.Profile()
+    wires = {
+        "bf16": lambda: iter(weights.items()),
+        "fp8": lambda: quantized_on_the_way(iter(weights.items()), matrices, "cpu"),
+    }
     for turn in range(arguments.repeats + 1):
         for path, (engine, wire, buckets) in PATHS.items():
-            began = time.perf_counter()
-            formats = matrices if wire == "fp8" else {}
-            items = list(quantized_on_the_way(iter(weights.items()), formats, "cpu"))
-            sender = time.perf_counter() - began
-            found = (sender, *receive(subjects[engine], items, buckets))
+            # As many buckets as the model on the GPU takes: these have other proportions.
+            total = sum(tensor.nbytes for _, tensor in wires[wire]())
+            buffer = torch.empty(int(total / (buckets - 0.5)), dtype=torch.uint8)
+
+            def sync(calls: Calls, side: str | None = None, subject=subjects[engine], buffer=buffer) -> Sync:
+                return Sync(subject, buffer, calls, profiler, side)
+
+            found = sync(Calls()).run(wires[wire]())
             seconds[path] += [found] if turn else []
             if turn != arguments.repeats:
                 continue
             with Calls() as calls:
-                receive(subjects[engine], items, buckets)
-            least = [1e3 * min(s) for s in zip(*seconds[path], strict=True)]
+                counted = sync(calls)
+                counted.run(wires[wire]())
+            make, pack, load, finish = (1e3 * min(s) for s in zip(*seconds[path], strict=True))
             rows.append(
-                {"path": path, "tensors": len(items), "sender_ms": least[0], "load_ms": least[1], "finish_ms": least[2],
-                 "receive_ms": least[1] + least[2], "operators": calls.all, "waits": calls.waits}
+                {"path": path, "tensors": counted.tensors, "buckets": counted.buckets, "make_ms": make, "pack_ms": pack,
+                 "load_ms": load, "finish_ms": finish, "sender_ms": make + pack, "receiver_ms": load + finish,
+                 "sender_operators": calls.all - counted.receiver_calls, "receiver_operators": counted.receiver_calls,
+                 "waits": counted.receiver_waits}
             )  # fmt: skip
             if path == arguments.profile:
-                profiler.enable()
                 for _ in range(arguments.repeats):
-                    receive(subjects[engine], items, buckets)
-                profiler.disable()
+                    sync(Calls(), arguments.side).run(wires[wire]())
     print_table(rows)
     if arguments.profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
