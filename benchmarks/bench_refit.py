@@ -64,9 +64,10 @@ def on_wire(weights: dict[str, torch.Tensor], wire: str) -> Iterator[tuple[str, 
     if wire == "bf16":
         return iter(weights.items())
     from jetrl.integrations.verl.wire import quantized_on_the_way
+    from jetrl.weight_bundle import bundled
 
     matrices = {name.removesuffix(".weight"): "fp32" for name in weights if name.endswith("_proj.weight")}
-    return quantized_on_the_way(iter(weights.items()), matrices, DEVICE)
+    return bundled(quantized_on_the_way(iter(weights.items()), matrices, DEVICE))
 
 
 def receive(worker, handle: str, use_shm: bool, bucket_gpu: int | None) -> int:

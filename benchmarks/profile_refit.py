@@ -37,6 +37,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.integrations.vllm.refit_plan import attach
+from jetrl.weight_bundle import bundled
 
 PATHS = {
     "bf16 -> bf16": ("bf16", "bf16", 8),
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--profile", choices=PATHS, help="print where this path's time goes")
     parser.add_argument("--side", choices=("sender", "receiver"), default="receiver", help="of --profile")
     arguments = parser.parse_args()
-    config = SHAPES["qwen3-8b"] | SIZES | {"num_hidden_layers": arguments.layers, "vocab_size": 2048}
+    config = SHAPES["qwen3-8b"] | SIZES | {"num_hidden_layers": arguments.layers, "vocab_size": 1024}
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
     from bench_refit import trainer_weights
@@ -185,7 +186,7 @@ def main() -> None:
     rows, profiler = [], cProfile.Profile()
     wires = {
         "bf16": lambda: iter(weights.items()),
-        "fp8": lambda: quantized_on_the_way(iter(weights.items()), matrices, "cpu"),
+        "fp8": lambda: bundled(quantized_on_the_way(iter(weights.items()), matrices, "cpu")),
     }
     for turn in range(arguments.repeats + 1):
         for path, (engine, wire, buckets) in PATHS.items():

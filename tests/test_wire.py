@@ -10,6 +10,7 @@ from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.linear import quantize_weight
 from jetrl.packed_weight import packed_shape, parts, quantize_packed
 from jetrl.settings import GEMMS, engine_settings, rollout_gemm
+from jetrl.weight_bundle import MATRICES, NORMS, bundled, unbundled
 
 
 def test_codes_and_scales_are_the_receivers_own_and_everything_else_travels_untouched():
@@ -56,6 +57,62 @@ def test_a_packed_weight_is_read_back_from_wherever_a_bucket_holds_it(shape, off
     codes, scale = parts(view, shape)
     want = quantize_weight(weight, "fp32")
     assert torch.equal(codes.view(torch.uint8), want.codes.view(torch.uint8)) and torch.equal(scale, want.scale)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+def model_weights() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Weights of a small model, the embedding first, and the scale formats of its matrices."""
+    state = {n: w.to(torch.bfloat16) for n, w in build_model("qwen3").state_dict().items()}
+    return state, {n.removesuffix(".weight"): "fp32" for n in state if n.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize("embedding_rows", [512, 100_000])
+def test_bundles_hold_the_same_weights_in_fewer_tensors_none_larger_than_one_that_went_before(embedding_rows):
+    state, formats = model_weights()
+    state["model.embed_tokens.weight"] = torch.zeros(embedding_rows, 64, dtype=torch.bfloat16)
+    plain = dict(quantized_on_the_way(iter(state.items()), formats, "cpu"))
+    sent = list(bundled(quantized_on_the_way(iter(state.items()), formats, "cpu")))
+    found = dict(unbundled(sent))
+    assert found.keys() == plain.keys()
+    for name, tensor in found.items():
+        packed, shape = name.removesuffix(".weight") in formats, state[name].shape
+        # What fills up the last row of a packed weight is nobody's.
+        pairs = zip(parts(tensor, shape), parts(plain[name], shape), strict=True) if packed else [(tensor, plain[name])]
+        assert tensor.shape == plain[name].shape and all(same_bytes(a, b) for a, b in pairs)
+    kinds = [sum(name.startswith(kind) for name, _ in sent) for kind in (MATRICES, NORMS)]
+    assert kinds[1] == 1 and kinds[0] >= 1 and (kinds[0] == 1 and len(sent) == 4 or embedding_rows == 512)
+    bucket, largest_matrix = 0, max(plain[f"{name}.weight"].nbytes for name in formats)
+    for _, tensor in sent:
+        assert not bucket or tensor.nbytes <= max(bucket, largest_matrix)
+        bucket = max(bucket, tensor.nbytes)
+
+
+def test_a_bundle_of_matrices_is_the_memory_that_they_were_quantized_into():
+    state, formats = model_weights()
+    made = list(quantized_on_the_way(iter(state.items()), formats, "cpu"))
+    memory = {tensor.untyped_storage().data_ptr() for _, tensor in made if tensor.dtype == torch.float8_e4m3fn}
+    for name, tensor in bundled(made):
+        if name.startswith(MATRICES):
+            # float32 is what makes VeRL's bucket hold the scales at a multiple of four.
+            assert tensor.dtype == torch.float32 and tensor.untyped_storage().data_ptr() in memory
+
+
+def test_matrices_from_memory_of_their_own_and_biases_travel_as_they_are():
+    weights = [(f"{i}.weight", quantize_packed(torch.randn(128, 128), "fp32")) for i in range(3)]
+    weights += [("a.bias", torch.randn(8)), ("norm.weight", torch.randn(2, 2))]
+    sent = list(bundled(weights))
+    assert dict(sent).keys() == dict(weights).keys() and all(same_bytes(t, dict(weights)[n]) for n, t in sent)
+
+
+def test_a_bundle_of_another_size_than_its_name_says_is_an_error():
+    (name, tensor), *_ = bundled([("a.norm.weight", torch.ones(4)), ("b.norm.weight", torch.ones(4))])
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        list(unbundled([(name, tensor[:-1])]))
 
 
 @pytest.mark.parametrize(

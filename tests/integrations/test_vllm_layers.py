@@ -11,6 +11,7 @@ from vllm_models_for_tests import vllm_models
 from jetrl.errors import JobError, UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.packed_weight import parts
+from jetrl.weight_bundle import bundled
 
 # Importing vLLM takes half a minute here, and it inspects every architecture in a process of its own.
 pytestmark = pytest.mark.slow
@@ -53,9 +54,13 @@ def state_of(architecture: str, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def packed_wire(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The weights as jetrl's own trainer sends them."""
+    """The weights as jetrl's own trainer makes them; it sends them in bundles."""
     matrices = {n.removesuffix(".weight"): "fp32" for n in state if n.endswith("_proj.weight")}
     return list(quantized_on_the_way(iter(state.items()), matrices, "cpu"))
+
+
+def bundled_wire(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return list(bundled(packed_wire(state)))
 
 
 def fp8_wire(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -102,7 +107,9 @@ def test_both_wires_leave_the_same_bytes_whatever_the_buckets(vllm_model, archit
     first = stored(model)
     sync(model, config, state_of(architecture, seed=1).items())
     assert stored(model) != first
-    for wire, buckets in itertools.product((packed_wire, fp8_wire), (1, 7)):
+    # Only the table takes bundles, and only after the handshake does a trainer send any.
+    wires = (packed_wire, fp8_wire, *[bundled_wire] * hasattr(model, "jetrl_load_plan"))
+    for wire, buckets in itertools.product(wires, (1, 7)):
         sync(model, config, state_of(architecture, seed=1).items())
         sync(model, config, wire(state), buckets)
         assert stored(model) == first
@@ -214,16 +221,24 @@ def test_the_table_gives_vllm_only_what_is_neither_matrix_nor_norm(known_model, 
 
     monkeypatch.setattr(model.load_weights, "_stock", watching)
     state = state_of("qwen3", seed=1)
-    for items in (list(state.items()), packed_wire(state), fp8_wire(state)):
+    for items in (list(state.items()), packed_wire(state), bundled_wire(state), fp8_wire(state)):
         seen.clear()
         scales = {n for n, _ in model.named_parameters() if n.endswith("weight_scale")}
-        sent = {n for n, _ in model.named_parameters()} - (scales if len(items) == len(state) else set())
+        sent = {n for n, _ in model.named_parameters()} - (scales if len(items) <= len(state) else set())
         assert model.load_weights(items) == sent
         assert sorted(seen) == ["lm_head.weight", "model.embed_tokens.weight"]
     for name, parameter in model.named_parameters():
         if "norm" in name:
             assert torch.equal(parameter.data, state[name]), name
     sync(model, config, items)
+
+
+def test_a_matrix_that_a_bundle_leaves_out_is_named(known_model):
+    model, config, _ = known_model
+    good = packed_wire(state_of("qwen3"))
+    with pytest.raises(JobError, match=f"{K1} was not received"):
+        sync(model, config, bundled(without(good, f"{K1}.weight")), buckets=3)
+    sync(model, config, bundled(good))
 
 
 def test_a_failed_sync_leaves_nothing_behind_for_the_next(known_model):

@@ -12,6 +12,7 @@ from jetrl_kernels.constants import TILE
 
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.linear import quantize_weight
+from jetrl.weight_bundle import bundled
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,8 @@ def run_rank(rank: int, folder: str) -> None:
     state = trainer_state()
     matrices = {n.removesuffix(".weight"): "fp32" for n in state if n.endswith("_proj.weight")}
     both = list(state.items()), list(quantized_on_the_way(iter(state.items()), matrices, "cpu"))
-    for known, items in itertools.product((False, True), both):
+    # Bundles come after the handshake only.
+    for known, items in [*itertools.product((False, True), both), (True, list(bundled(both[1])))]:
         if known:
             attach(model)
         model.load_weights(items)

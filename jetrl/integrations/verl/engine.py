@@ -30,6 +30,7 @@ from jetrl.precision.formats import TensorFormat, format_of_dtype
 from jetrl.precision.graph import PrecisionGraph
 from jetrl.precision.trainer_kernels import exact_graph
 from jetrl.settings import engine_settings
+from jetrl.weight_bundle import bundled
 from jetrl.weight_cache import weights_changed
 
 
@@ -125,6 +126,7 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
         if self._settings.wire == "fp8":
             weights = quantized_on_the_way(weights, self._handshake.fp8_weights, get_device_id())
+            return bundled(self._measure(weights)), peft_config
         return self._measure(weights), peft_config
 
     def _measure(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from jetrl.packed_weight import quantize_packed
+from jetrl.packed_weight import Slab, packed_bytes
 from jetrl.precision.graph import PrecisionGraph
 
 FP8_WIRE = "fp8"
+SLAB_BYTES = 128 << 20  # three are alive at once
 
 
 def equal_weight_formats(rollout: PrecisionGraph, trainer: PrecisionGraph) -> dict[str, str]:
@@ -28,9 +29,18 @@ def equal_weight_formats(rollout: PrecisionGraph, trainer: PrecisionGraph) -> di
 def quantized_on_the_way(
     weights: Iterator[tuple[str, torch.Tensor]], scale_formats: Mapping[str, str], device: torch.device | str | int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """weights: (name, whole tensor) as VeRL gathers them, one at a time; quantized on `device`."""
+    """weights: (name, whole tensor) as VeRL gathers them, one at a time; quantized on `device`.
+
+    Quantized weights lie behind one another in slabs, which are never larger than the largest tensor that was sent before:
+    VeRL's bucket has to hold that one, and nothing here knows the bucket's size.
+    """
+    slab, largest = None, 0
     for name, tensor in weights:
         scale_format = scale_formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if scale_format is not None:
-            tensor = quantize_packed(tensor.to(device, non_blocking=True), scale_format)
+            tensor = tensor.to(device, non_blocking=True)
+            if slab is None or not slab.has_room_for(tensor.shape):
+                slab = Slab(max(packed_bytes(tensor.shape), min(SLAB_BYTES, largest // 128 * 128)), tensor.device)
+            tensor = slab.quantize(tensor, scale_format)
+        largest = max(largest, tensor.nbytes)
         yield name, tensor

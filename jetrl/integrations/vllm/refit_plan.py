@@ -12,6 +12,7 @@ import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from jetrl.integrations.vllm.refit_group import ReceiverGroup
+from jetrl.weight_bundle import unbundled
 
 _MARK = "jetrl_load_plan"
 
@@ -40,9 +41,9 @@ class LoadPlan:
             receiver.group = self._group
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As vLLM's: names of the parameters that were loaded."""
+        """As vLLM's: names of the parameters that were loaded. `weights` may come in bundles."""
         loaded: set[str] = set()
-        rest = self._take(weights, loaded)
+        rest = self._take(unbundled(weights), loaded)
         first = next(rest, None)
         if first is not None:
             loaded |= self._stock(itertools.chain([first], rest)) or set()
