@@ -66,7 +66,7 @@ def _matrices(run: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
 
 
 def _manifest(weights: list[tuple[str, torch.Tensor]]) -> str:
-    return json.dumps([(name, *tensor.shape) for name, tensor in weights], separators=(",", ":"))
+    return json.dumps([(name, *tensor.shape) for name, tensor in weights])
 
 
 @functools.lru_cache(maxsize=4096)

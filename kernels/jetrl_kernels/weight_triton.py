@@ -109,8 +109,10 @@ def _launch(weight, scale_format, codes, scale, codes_t, scale_t, plain: bool, t
     """What is not asked for is not written: its tensors only stand in for pointers."""
     (n, k), np_, kp = weight.shape, pad_to_tile(weight.shape[0]), pad_to_tile(weight.shape[1])
     if n and k:
+        # A weight sync calls this hundreds of times and waits for the host, so no view that is not read.
+        codes = codes.view(torch.uint8)
         _blocks_kernel[((np_ // TILE) * (kp // TILE),)](
-            weight, codes.view(torch.uint8), scale, codes_t.view(torch.int32), scale_t, n, k, np_, kp,
+            weight, codes, scale, codes_t.view(torch.int32) if transposed else codes, scale_t, n, k, np_, kp,
             *weight.stride(), PLAIN=plain, TRANSPOSED=transposed, POW2=scale_format == "pow2",
             INTERPRETED=INTERPRETED, num_warps=WARPS,
         )  # fmt: skip

@@ -21,7 +21,7 @@ def bytes_of_a_sync() -> int:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
     linears = {name: shape for name, shape in shapes.items() if name.endswith("_proj.weight")}
     assert len(linears) == 14
-    return sum(prod(packed_shape(s)) if n in linears else 4 * prod(s) for n, s in shapes.items())
+    return sum(prod(packed_shape(tuple(s))) if n in linears else 4 * prod(s) for n, s in shapes.items())
 
 
 def test_without_the_overrides_jetrl_leaves_the_job_alone(tmp_path):

@@ -34,11 +34,12 @@ def quantized_on_the_way(
     Quantized weights lie behind one another in slabs, which are never larger than the largest tensor that was sent before:
     VeRL's bucket has to hold that one, and nothing here knows the bucket's size.
     """
-    slab, largest = None, 0
+    slab, largest, device = None, 0, torch.device(device)
     for name, tensor in weights:
         scale_format = scale_formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if scale_format is not None:
-            tensor = tensor.to(device, non_blocking=True)
+            if tensor.device != device:
+                tensor = tensor.to(device, non_blocking=True)
             if slab is None or not slab.has_room_for(tensor.shape):
                 slab = Slab(max(packed_bytes(tensor.shape), min(SLAB_BYTES, largest // 128 * 128)), tensor.device)
             tensor = slab.quantize(tensor, scale_format)
