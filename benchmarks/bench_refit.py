@@ -5,7 +5,10 @@
 
 Speed: the trainer holds random BF16 weights and sends all of them; seconds from the first tensor to the answer after
 vLLM's post-processing. `bf16 -> bf16` is vLLM's own model, `bf16 -> jetrl` quantizes on arrival, `fp8 -> jetrl` in the
-trainer, which is part of the time. Bar: jetrl faster than bf16 -> bf16.
+trainer, which is part of the time. Bar: jetrl faster than bf16 -> bf16. Where a sync's seconds go, one after another as the
+two sides take turns: `open_s` until the sender has its buffer and the receiver has opened it, `send_s` the sender's own
+work, `wait_s` the receiver's answers to buckets, `close_s` the sender's end, `rest_s` from there to the engine's answer. Of the
+receiver: `load_s` model.load_weights without the wait for the device, `finish_s` post-processing.
 The engines start side by side (turns.py) and are measured one at a time.
 Cycles: sleep (levels 1 and 2 in turn), wake, refit by both wires in turn with the same weights, --cycles times: the hash of
 all weight bytes after each, and the device memory in use. It needs the GPU to itself: vLLM's sleep and the memory count
@@ -78,24 +81,56 @@ def receive(worker, handle: str, use_shm: bool, bucket_gpu: int | None) -> int:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    model, received = worker.model_runner.model, 0
+    model, received, loading = worker.model_runner.model, 0, 0.0
 
     def take(weights: list, is_last: bool) -> None:
-        nonlocal received
+        nonlocal received, loading
         received += sum(tensor.nbytes for _, tensor in weights)
+        began = time.perf_counter()
         model.load_weights(weights)
+        loading += time.perf_counter() - began
 
     device = worker.device if bucket_gpu is None else torch.device("cuda", bucket_gpu)
     receiver = BucketedWeightReceiver(zmq_handle=handle, device=device, use_shm=use_shm)
     receiver.receive_weights(on_bucket_received=take)
+    began = time.perf_counter()
     process_weights_after_loading(model, worker.model_runner.vllm_config.model_config, worker.device)
-    return received
+    return received, {"load_s": loading, "finish_s": time.perf_counter() - began}
 
 
-def refit(llm, weights: dict[str, torch.Tensor], wire: str, bucket_gpu: int | None = None) -> tuple[float, int]:
-    """(seconds, bytes received)."""
+def _timed_sender(handle: str):
+    """VeRL's sender, and a dictionary of its seconds."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
+    seconds = dict.fromkeys(("open_s", "wait_s", "close_s"), 0.0)
+
+    class Timed(BucketedWeightSender):
+        def timed(self, name: str, function, *arguments):
+            began = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                seconds[name] += time.perf_counter() - began
+
+        def _init_buffer(self) -> None:
+            self.timed("open_s", super()._init_buffer)
+            self.socket = Waited(self, self.socket)
+
+        def _cleanup(self) -> None:
+            self.timed("close_s", super()._cleanup)
+
+    class Waited:
+        def __init__(self, sender: Timed, socket) -> None:
+            self.sender, self.send_pyobj, self.close, self._recv = sender, socket.send_pyobj, socket.close, socket.recv
+
+        def recv(self) -> bytes:
+            return self.sender.timed("wait_s", self._recv)
+
+    return Timed(handle, BUCKET_MB, DEVICE == "cpu"), seconds
+
+
+def refit(llm, weights: dict[str, torch.Tensor], wire: str, bucket_gpu: int | None = None) -> tuple[float, int, dict]:
+    """(seconds, bytes received, seconds by part)."""
     handle = f"ipc://{tempfile.gettempdir()}/jetrl-refit-{os.getpid()}.sock"
     answer = []
 
@@ -111,9 +146,13 @@ def refit(llm, weights: dict[str, torch.Tensor], wire: str, bucket_gpu: int | No
     began = time.perf_counter()
     worker = threading.Thread(target=receiving)
     worker.start()
-    asyncio.run(BucketedWeightSender(handle, BUCKET_MB, DEVICE == "cpu").async_send_weights(on_wire(weights, wire)))
+    sender, parts = _timed_sender(handle)
+    asyncio.run(sender.async_send_weights(on_wire(weights, wire)))
+    sent = time.perf_counter() - began
     worker.join()
-    return time.perf_counter() - began, answer[0][0]
+    seconds, (received, receiving_parts) = time.perf_counter() - began, answer[0][0]
+    parts |= {"send_s": sent - sum(parts.values()), "rest_s": seconds - sent} | receiving_parts
+    return seconds, received, parts
 
 
 def _hash(worker) -> str:
@@ -164,11 +203,12 @@ def measure_speed(arguments: argparse.Namespace, subject: tuple, path: str) -> d
     bucket_gpu, wire = 1 if arguments.second_gpu else None, PATHS[path][1]
     refit(llm, weights, wire, bucket_gpu)
     runs = [refit(llm, weights, wire, bucket_gpu) for _ in range(arguments.repeats)]
-    seconds = [s for s, _ in runs]
+    seconds = [s for s, *_ in runs]
     return {
         "path": path, "gpus": 1 + arguments.second_gpu, "seconds": statistics.median(seconds),
         "spread": (max(seconds) - min(seconds)) / min(seconds), "gb": runs[0][1] / 1e9,
         "hash": llm.collective_rpc(_hash)[0][:12],
+        **{part: statistics.median(parts[part] for *_, parts in runs) for part in runs[0][2]},
     }  # fmt: skip
 
 
