@@ -37,11 +37,10 @@ class Slab:
         """size: bytes; a multiple of 128, as a packed weight's are."""
         self._codes = torch.empty(size, dtype=E4M3, device=device)
         self._words = self._codes.view(torch.float32)
-        self._used = 0
-        self.device = self._codes.device
+        self._size, self._used = size, 0
 
-    def has_room_for(self, weight_shape: tuple[int, int]) -> bool:
-        return self._used + packed_bytes(weight_shape) <= self._codes.numel()
+    def has_room_for(self, size: int) -> bool:
+        return self._used + size <= self._size
 
     def quantize(self, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
         """weight (N, K) bfloat16 or float32 -> what `quantize_weight` makes of it, in one tensor of `packed_shape`."""

@@ -17,13 +17,15 @@ MATRICES, NORMS = "jetrl.matrices:", "jetrl.norms:"
 
 def bundled(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same weights in fewer tensors. Norms come last; matrices, after at most a slab of others."""
-    run, norms = [], {}
+    run, norms, behind = [], {}, None
     for name, tensor in weights:
-        if tensor.dtype == E4M3:
-            if run and not _follows(run[-1][1], tensor):
+        if tensor.dtype == E4M3 and tensor.is_contiguous():
+            start, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+            if run and (start, storage) != behind:
                 yield _matrices(run)
                 run = []
             run.append((name, tensor))
+            behind = start + tensor.numel(), storage
         # By name too: VeRL's receiver looks a model's buffers up by theirs.
         elif tensor.dim() == 1 and name.endswith("norm.weight"):
             norms.setdefault((tensor.dtype, tensor.device), []).append((name, tensor))
@@ -45,15 +47,6 @@ def unbundled(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
                 yield part, piece.view(shape)
         else:
             yield name, tensor
-
-
-def _follows(before: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` begins where `before` ends, in the same storage."""
-    return (
-        tensor.data_ptr() == before.data_ptr() + before.nbytes
-        and tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        and tensor.is_contiguous()
-    )
 
 
 def _matrices(run: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:

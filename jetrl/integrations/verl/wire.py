@@ -1,8 +1,8 @@
 """The FP8 wire of a weight sync: the bytes that the rollout would make of the weights, made here, at half of BF16's size.
 
-A weight that both sides quantize alike goes out as one E4M3 tensor of codes and scales (packed_weight.py) under its own name;
-everything else as VeRL sends it. The quantizer is the rollout's own, and what it reads
-is bf16(master) on either side of the wire, so the rollout's storage ends up with the same bytes.
+A weight that both sides quantize alike goes out as one E4M3 tensor of codes and scales (packed_weight.py) under its own name,
+and VeRL gets many of these as one (weight_bundle.py); everything else as VeRL sends it. The quantizer is the rollout's own,
+and what it reads is bf16(master) on either side of the wire, so the rollout's storage ends up with the same bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,8 +40,9 @@ def quantized_on_the_way(
         if scale_format is not None:
             if tensor.device != device:
                 tensor = tensor.to(device, non_blocking=True)
-            if slab is None or not slab.has_room_for(tensor.shape):
-                slab = Slab(max(packed_bytes(tensor.shape), min(SLAB_BYTES, largest // 128 * 128)), tensor.device)
+            size = packed_bytes(tensor.shape)
+            if slab is None or not slab.has_room_for(size):
+                slab = Slab(max(size, min(SLAB_BYTES, largest // 128 * 128)), tensor.device)
             tensor = slab.quantize(tensor, scale_format)
         largest = max(largest, tensor.nbytes)
         yield name, tensor

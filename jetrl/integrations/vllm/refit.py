@@ -206,8 +206,8 @@ class WeightReceiver:
         if loaded.dtype == E4M3:
             if loaded.shape == self._packed_shapes[number]:
                 codes, scale = parts(loaded, self.shards[number].full)
-                self._take_codes(group, number, codes, *_PARTS)
-                self.group.copy_later(self._place(number)[2], self.shards[number].of_scale(scale))
+                scale_place = self._take_codes(group, number, codes, *_PARTS)
+                self.group.copy_later(scale_place, self.shards[number].of_scale(scale))
             elif self._fits("FP8 codes", [number], loaded, self._codes_shapes[number]):
                 self._take_codes(group, number, loaded, "codes")
         elif not loaded.is_floating_point():
@@ -216,9 +216,12 @@ class WeightReceiver:
             self._begin(group, number, *_PARTS)
             self._quantize(number, self.shards[number].of_weight(loaded))
 
-    def _take_codes(self, group: ReceiverGroup, number: int, codes: torch.Tensor, *arrived: str) -> None:
+    def _take_codes(self, group: ReceiverGroup, number: int, codes: torch.Tensor, *arrived: str) -> torch.Tensor:
+        """The place of the scales."""
         self._begin(group, number, *arrived)
-        self._place(number)[1].copy_(self.shards[number].of_codes(codes.view(torch.uint8)))
+        _, place, scale_place = self._place(number)
+        place.copy_(self.shards[number].of_codes(codes.view(torch.uint8)))
+        return scale_place
 
     def _take_scale(self, number: int, loaded: torch.Tensor, group: ReceiverGroup) -> None:
         if loaded.dtype != torch.float32:
