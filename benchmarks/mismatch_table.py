@@ -162,6 +162,8 @@ def main() -> None:
     jobs = [(flow, "bf16") for flow in args.flows.split(",")]
     if args.fp32_carriers:
         jobs += [(flow, "fp32") for flow in args.flows.split(",") if flow != "bf16" and "exact" not in flow]
+    if args.keep_logs:
+        args.keep_logs.mkdir(parents=True, exist_ok=True)
     args.imported = import_everything()
     waiting, running = list(jobs), {}
     while waiting or running:
