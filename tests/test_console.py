@@ -285,6 +285,8 @@ def test_one_bad_step_is_not_averaged_away():
     assert math.isnan(summarize({1: {"mismatch/k3_kl": 1.0}, 2: {"mismatch/k3_kl": None}}).k3_kl)
 
 
-def test_one_validation_alone_is_before_and_not_after():
+def test_one_validation_alone_is_before_training_or_after_it():
     run = summarize({0: {"val-core/t/acc/mean@1": 0.4}})
     assert (run.accuracy_before, run.accuracy_after) == (0.4, None)
+    run = summarize({1: {"perf/time_per_step": 2.0}, 2: {"perf/time_per_step": 2.0, "val-core/t/acc/mean@1": 0.4}})
+    assert (run.accuracy_before, run.accuracy_after) == (None, 0.4)

@@ -143,11 +143,13 @@ class RunFigures:
 def summarize(steps: dict[int, dict[str, float]]) -> RunFigures:
     """One row from `read_run`'s steps. A NaN in any step makes that mean NaN, so it is not averaged away."""
     rows = [figures(steps[step]) for step in sorted(steps)]
-    accuracies = [row.accuracy for row in rows if row.accuracy is not None]
+    validated = [row for row in rows if row.accuracy is not None]
+    # With trainer.val_before_train=false the only validation may be the one after the last step.
+    only_after = len(validated) == 1 and validated[0].seconds is not None
     return RunFigures(
         steps=sum(row.seconds is not None for row in rows),
-        accuracy_before=accuracies[0] if accuracies else None,
-        accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
+        accuracy_before=validated[0].accuracy if validated and not only_after else None,
+        accuracy_after=validated[-1].accuracy if len(validated) > 1 or only_after else None,
         k3_kl=_mean(row.k3_kl for row in rows),
         p99=_mean(row.p99 for row in rows),
         seconds=sum(row.seconds for row in rows if row.seconds is not None),
