@@ -62,9 +62,9 @@ ENGINES = {
     # A checkpoint in 128x128 blocks, which is also what VeRL's rollout.quantization=fp8 makes vLLM believe it has.
     "vllm_fp8": {"hf_overrides": {"quantization_config": _BLOCK_FP8}},
     "jetrl": {"quantization": "jetrl"},
-    "jetrl_1split": {
+    "jetrl_splits": {
         "quantization": "jetrl",
-        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 16},
     },
     "jetrl_exact": {
         "quantization": "jetrl",

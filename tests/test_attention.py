@@ -206,3 +206,16 @@ def test_row_by_row_attention_has_the_gradient_of_attention():
     backends.reference(*twins, packed, 0.3, -1).backward(grad.double())
     for leaf, twin in zip(leaves, twins, strict=True):
         torch.testing.assert_close(leaf.grad.double(), twin.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("on,warn_only", ((True, True), (True, False), (False, False)))
+def test_a_flash_backward_is_not_merely_warned_about_and_the_mode_is_put_back(on, warn_only):
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    try:
+        with pytest.raises(ZeroDivisionError), backends.without_warn_only():
+            inside = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+            raise ZeroDivisionError
+        after = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert inside == (on, False) and after == (on, warn_only)

@@ -2,10 +2,12 @@
 
 `attend(q, k, v, packing, scale, window) -> (T, H, D)`: q (T, H, D), k and v (T, Hkv, D) with Hkv dividing H, contiguous
 along D; `window` is how many earlier tokens a token sees besides itself, -1 for all of them. Under
-`torch.use_deterministic_algorithms(True)` the backward of each gives the same bits again.
+`torch.use_deterministic_algorithms(True)` the backward of each gives the same bits again; with `warn_only=True`, which is what
+VeRL's full_determinism sets, that of `fa3` and `fa2` does, while torch's own variable-length attention only warns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from jetrl_kernels.attention_reference import attend_rows
@@ -13,6 +15,19 @@ from jetrl_kernels.attention_reference import attend_rows
 from jetrl.attention.packing import Packing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Packing, float, int], torch.Tensor]
+
+
+@contextmanager
+def without_warn_only() -> Iterator[None]:
+    """torch's flash backward ignores deterministic mode under warn_only=True: it warns and adds dQ in any order."""
+    relaxed = torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    if relaxed:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        if relaxed:
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 class _FlashAttention3(torch.autograd.Function):
@@ -50,25 +65,26 @@ class _FlashAttention3(torch.autograd.Function):
         q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
         # Random state of a dropout that is not used, and a tensor the operator ignores.
         seed, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2))
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens,
-            cu_seqlens,
-            ctx.longest,
-            ctx.longest,
-            0.0,
-            ctx.window < 0,
-            seed,
-            unused,
-            scale=ctx.scale,
-            window_size_left=ctx.window,
-            window_size_right=0,
-        )
+        with without_warn_only():
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                grad.contiguous(),
+                q,
+                k,
+                v,
+                out,
+                lse,
+                cu_seqlens,
+                cu_seqlens,
+                ctx.longest,
+                ctx.longest,
+                0.0,
+                ctx.window < 0,
+                seed,
+                unused,
+                scale=ctx.scale,
+                window_size_left=ctx.window,
+                window_size_right=0,
+            )
         return dq, dk, dv, None, None, None, None
 
 

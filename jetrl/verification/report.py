@@ -88,6 +88,11 @@ def _operator_lines(report: list[dict], result: dict) -> list[str]:
         layers = [layer_of(e["point"]) for e in entries if layer_of(e["point"]) is not None]
         where = f" in {len(layers)} layers, most in layer {layer_of(worst['point'])}" if layers else ""
         lines.append(f"  {kind} ({worst['title']}){where}: {_sizes(worst['own'])}")
+    if any(e["point"].endswith("self_attn") for e in own) and not result["engine"]["enforce_eager"]:
+        lines.append(
+            "  (observed in an eager rollout, where FA3 may split a decode's keys; under CUDA graphs the engine's "
+            "flash_attn_max_num_splits_for_cuda_graph decides)"
+        )
     equal = len(report) - len(own)
     return [*lines, f"  the other {equal} of {len(report)} points: all bits equal"]
 

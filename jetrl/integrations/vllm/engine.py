@@ -9,7 +9,8 @@ import importlib.util
 import logging
 import os
 
-from vllm.config import VllmConfig
+from vllm.config import AttentionConfig, VllmConfig
+from vllm.platforms import current_platform
 
 from jetrl.errors import UserError
 from jetrl.integrations.vllm import operators
@@ -35,6 +36,8 @@ def prepare(config: VllmConfig, unified: bool) -> None:
     passes.fuse_norm_quant = passes.fuse_act_quant = False
     if not unified:
         return
+    if not config.model_config.enforce_eager:
+        keep_keys_whole(config.attention_config)
     operators.check_registered()
     operators.forget_cached_rotary()
     from jetrl.integrations.vllm.fusion import SharedOperatorFusion
@@ -49,3 +52,18 @@ def prepare(config: VllmConfig, unified: bool) -> None:
         from jetrl.integrations.vllm import exact
 
         exact.prepare(config)
+
+
+def keep_keys_whole(attention: AttentionConfig) -> None:
+    """Decode with one split of the keys, as the trainer's attention has, where the user has not chosen another number.
+
+    Under full CUDA graphs vLLM lets FA3 divide the keys of a decode into up to 32 splits when few sequences run, which adds in
+    another order: it was the one operator of the layers with other bits than in the trainer. Figures: benchmarks/ROLLOUT.md.
+    """
+    if attention.flash_attn_max_num_splits_for_cuda_graph == AttentionConfig().flash_attn_max_num_splits_for_cuda_graph:
+        attention.flash_attn_max_num_splits_for_cuda_graph = 1
+        if not current_platform.is_cpu():
+            _log.info(
+                "attention: under CUDA graphs a decode's keys are not split, so that tokens get the trainer's bits; splitting is "
+                "faster while few long sequences run: attention_config.flash_attn_max_num_splits_for_cuda_graph=16"
+            )
