@@ -124,7 +124,8 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
 
         sync_watch.install()
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
-        if self._settings.wire == "fp8":
+        # No FP8 weights: the rollout may be a stock model, whose load_weights knows nothing of bundles.
+        if self._settings.wire == "fp8" and self._handshake.fp8_weights:
             weights = quantized_on_the_way(weights, self._handshake.fp8_weights, get_device_id())
             return bundled(self._measure(weights)), peft_config
         return self._measure(weights), peft_config

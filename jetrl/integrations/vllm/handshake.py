@@ -45,7 +45,7 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
     )
     graph, digest = _graph_of(worker.model_runner.model, exact)
     # Here because this comes before every sync, and nothing else of jetrl's sees the whole model.
-    refit_plan.attach(worker.get_model())
+    takes_bundles = refit_plan.attach(worker.get_model())
     _trainer_has_asked = True
     return {
         "process": _PROCESS_ID,
@@ -53,8 +53,8 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
         "digest": digest,
         "graph": None if digest in known_digests else graph.to_dict(),
         "versions": versions(),
-        # What WeightReceiver takes (refit.py).
-        "wires": ("bf16", "fp8"),
+        # What the model's load_weights takes: vLLM's own FP8 layers may have our format, but not our wire.
+        "wires": ("bf16", "fp8") if takes_bundles else ("bf16",),
     }
 
 

@@ -74,8 +74,9 @@ class LoadPlan:
         return take
 
 
-def attach(model: torch.nn.Module) -> None:
-    """Give a model with jetrl's layers its table. Idempotent; other models stay as they are."""
+def attach(model: torch.nn.Module) -> bool:
+    """Give a model with jetrl's layers its table; whether it has one. Idempotent; other models stay as they are."""
     if not hasattr(model, _MARK) and any(hasattr(module, "jetrl_receiver") for module in model.modules()):
         setattr(model, _MARK, True)
         model.load_weights = LoadPlan(model)
+    return hasattr(model, _MARK)
