@@ -7,6 +7,11 @@ from checkpoints_for_tests import VOCAB, build_model
 from engine_for_tests import batch, build_engine, mean_log_prob_loss, start_process_group
 
 from jetrl.errors import UserError
+from jetrl.integrations.protocol import versions
+from jetrl.integrations.verl.handshake import WorkerReport
+from jetrl.precision.build_hf import declare_from_config
+from jetrl.precision.flow import load_flow
+from jetrl.weight_bundle import unbundled
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,3 +163,19 @@ def test_a_resumed_job_computes_from_the_loaded_weights(folder, tmp_path):
 def test_an_unknown_key_of_jetrl_is_one_sentence(folder):
     with pytest.raises(UserError, match="jetrl_weightcache is not a key of jetrl"):
         build_engine(folder, jetrl_weightcache="step")
+
+
+@pytest.mark.slow  # a sync imports VeRL's rollout, which imports vLLM
+@pytest.mark.parametrize("flow", ["bf16", "fp8_rollout", "unified_fp8"])
+def test_only_a_rollout_that_takes_fp8_weights_is_sent_bundles(folder, monkeypatch, flow):
+    """A bf16 or fp8_vllm flow's rollout is a stock model: its load_weights ends the job at a name that it does not know."""
+    engine = build_engine(folder, jetrl_flow=flow)
+    graph = declare_from_config(build_model("qwen3").config, load_flow(flow).rollout)
+    answer = WorkerReport("vllm_server_0_0", 0, "a", graph.digest(), graph.to_dict(), versions(), ("bf16", "fp8"))
+    monkeypatch.setattr("jetrl.integrations.verl.handshake.ask_rollout", lambda known: [answer])
+    sent = dict(engine.get_per_tensor_param()[0])
+    state = dict(build_model("qwen3").state_dict())
+    if flow == "unified_fp8":
+        assert len(sent) < len(state) and dict(unbundled(sent.items())).keys() == state.keys()
+    else:
+        assert sent.keys() == state.keys() and {t.dtype for t in sent.values()} == {torch.bfloat16}

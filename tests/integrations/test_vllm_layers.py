@@ -1,6 +1,7 @@
 """jetrl's layers inside real vLLM models, built in this process without an engine: which flow gets which, both weight wires, faults."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,6 +232,22 @@ def test_the_table_gives_vllm_only_what_is_neither_matrix_nor_norm(known_model, 
         if "norm" in name:
             assert torch.equal(parameter.data, state[name]), name
     sync(model, config, items)
+
+
+@pytest.mark.parametrize(("flow", "wires"), [("unified_fp8", ("bf16", "fp8")), ("bf16", ("bf16",)), (None, ("bf16",))])
+def test_a_worker_says_fp8_only_where_its_models_load_weights_takes_it(tmp_path, monkeypatch, flow, wires):
+    """vLLM's own block-FP8 layers can have the trainer's weight format; they cannot read its codes, nor bundles."""
+    from jetrl.integrations.vllm import handshake
+
+    monkeypatch.setattr(handshake, "_trainer_has_asked", False)  # and back at the end: `report` sets it
+    asked = {"quantization": "jetrl", "additional_config": {"jetrl_flow": flow}} if flow else {}
+    with vllm_models(tmp_path) as model_of:
+        model, _ = model_of("qwen3", **asked)
+        worker = SimpleNamespace(
+            vllm_config=SimpleNamespace(quant_config=None), model_runner=SimpleNamespace(model=model),
+            get_model=lambda: model, rank=0,
+        )  # fmt: skip
+        assert handshake.report(worker, [])["wires"] == wires
 
 
 def test_a_matrix_that_a_bundle_leaves_out_is_named(known_model):
