@@ -42,6 +42,7 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, **more) -> dict:
 
 SHAPES = {
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3-4b": _QWEN3 | _sizes(2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32),
     "qwen3-14b": _QWEN3 | _sizes(5120, 17408, 40, 40),
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),

@@ -311,3 +311,24 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert train.main([*words(tmp_path), "--dry-run"]) == 0
     assert "would run in" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "changed,named",
+    (
+        (
+            {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8, f"{ROLLOUT}.n": 2},
+            "ppo_micro_batch",
+        ),
+        ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 48}, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=48"),
+        ({"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 48}, "ref.log_prob_micro_batch_size_per_gpu=48"),
+        ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 48, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}, None),
+    ),
+)
+def test_a_micro_batch_that_divides_no_batch_is_named(job, changed, named):
+    """VeRL would assert it in a worker after the model is loaded."""
+    if named is None:
+        preflight.check(job(changed))
+        return
+    with pytest.raises(UserError, match=named):
+        preflight.check(job(changed))

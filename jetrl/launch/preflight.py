@@ -22,7 +22,7 @@ from jetrl.data import TaskConfig, check_columns
 from jetrl.data.models import REMOTE
 from jetrl.data.sources import local_files
 from jetrl.errors import JobError, UserError
-from jetrl.launch import devices, exact, model_files, verl_schema
+from jetrl.launch import batch_sizes, devices, exact, model_files, verl_schema
 from jetrl.launch.checkpoints import why_not_whole
 from jetrl.launch.config import run_config, steps_per_epoch
 from jetrl.precision.flow import DEFAULT_FLOW, Flow, flow_from_dict, load_flow
@@ -50,6 +50,7 @@ def check(cfg: DictConfig) -> None:
     check_verl_accepts(cfg)
     devices.check_devices(cfg)
     devices.check_gemm(cfg)
+    batch_sizes.check(cfg)
     _check_exact_machine(cfg)
     _check_output(cfg)
     _check_same_run(cfg)
