@@ -234,8 +234,16 @@ def test_the_table_gives_vllm_only_what_is_neither_matrix_nor_norm(known_model, 
     sync(model, config, items)
 
 
-@pytest.mark.parametrize(("flow", "wires"), [("unified_fp8", ("bf16", "fp8")), ("bf16", ("bf16",)), (None, ("bf16",))])
-def test_a_worker_says_fp8_only_where_its_models_load_weights_takes_it(tmp_path, monkeypatch, flow, wires):
+@pytest.mark.parametrize(
+    ("flow", "drafter", "wires"),
+    [
+        ("unified_fp8", None, ("bf16", "fp8")),
+        ("unified_fp8", "mtp", ("bf16",)),
+        ("bf16", None, ("bf16",)),
+        (None, None, ("bf16",)),
+    ],
+)
+def test_a_worker_says_fp8_only_where_its_models_load_weights_takes_it(tmp_path, monkeypatch, flow, drafter, wires):
     """vLLM's own block-FP8 layers can have the trainer's weight format; they cannot read its codes, nor bundles."""
     from jetrl.integrations.vllm import handshake
 
@@ -244,10 +252,17 @@ def test_a_worker_says_fp8_only_where_its_models_load_weights_takes_it(tmp_path,
     with vllm_models(tmp_path) as model_of:
         model, _ = model_of("qwen3", **asked)
         worker = SimpleNamespace(
-            vllm_config=SimpleNamespace(quant_config=None), model_runner=SimpleNamespace(model=model),
-            get_model=lambda: model, rank=0,
+            vllm_config=SimpleNamespace(quant_config=None, speculative_config=drafter),
+            model_runner=SimpleNamespace(model=model), get_model=lambda: model, rank=0,
         )  # fmt: skip
         assert handshake.report(worker, [])["wires"] == wires
+
+
+def test_verls_delta_sync_is_refused_by_name(tmp_path):
+    from vllm.config import WeightTransferConfig
+
+    with vllm_models(tmp_path) as model_of, pytest.raises(UserError, match="backend=delta_sharded is not .*=naive$"):
+        model_of("qwen3", quantization="jetrl", weight_transfer_config=WeightTransferConfig(backend="verl_delta_ipc"))
 
 
 def test_a_matrix_that_a_bundle_leaves_out_is_named(known_model):

@@ -31,6 +31,12 @@ def prepare(config: VllmConfig, unified: bool) -> None:
 
     The pass is part of the configuration's hash, by its uuid, so compiled graphs of other versions are not taken.
     """
+    transfer = config.weight_transfer_config
+    if transfer is not None and transfer.backend == "verl_delta_ipc":
+        raise UserError(
+            "checkpoint_engine.backend=delta_sharded is not supported by jetrl: it patches weights that the rollout keeps "
+            "as FP8 only; set actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+        )
     passes = config.compilation_config.pass_config
     # vLLM's fusions into its own quantizers round elsewhere; none of those quantizers should be left, and none is looked for.
     passes.fuse_norm_quant = passes.fuse_act_quant = False

@@ -45,7 +45,7 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
     )
     graph, digest = _graph_of(worker.model_runner.model, exact)
     # Here because this comes before every sync, and nothing else of jetrl's sees the whole model.
-    takes_bundles = refit_plan.attach(worker.get_model())
+    has_table = refit_plan.attach(worker.get_model())
     _trainer_has_asked = True
     return {
         "process": _PROCESS_ID,
@@ -53,8 +53,9 @@ def report(worker: WorkerBase, known_digests: list[str]) -> dict:
         "digest": digest,
         "graph": None if digest in known_digests else graph.to_dict(),
         "versions": versions(),
-        # What the model's load_weights takes: vLLM's own FP8 layers may have our format, but not our wire.
-        "wires": ("bf16", "fp8") if takes_bundles else ("bf16",),
+        # What load_weights takes: vLLM's own FP8 layers may have our format, but not our wire, and no more has a drafter
+        # that VeRL gives the same weights (speculative_config.method=mtp).
+        "wires": ("bf16", "fp8") if has_table and config.speculative_config is None else ("bf16",),
     }
 
 
