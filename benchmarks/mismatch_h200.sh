@@ -4,7 +4,7 @@
 #      graphs), continuous batching, chunked prefill; every operator compared; mutations in both engines
 #   b  the embedded model, preemption forced
 #   c  8192 tokens, two layers of Qwen3-8B's shape
-#   d  the same two layers, operators followed over 1500 tokens: which one makes the difference in long sequences
+#   d  the same two layers, operators followed over 640 tokens, a decode's keys split and whole: which one makes the difference
 # All flows of a table run side by side, and a beside c and d. A table is rewritten after every flow; what is not done in its share
 # of SECONDS (default 600; a minute of preparation is not counted) is killed. What the engines said last is beside the tables.
 set -u
@@ -45,12 +45,16 @@ $TABLE --lengths 256,2048 --prompt-lengths 40,200,7 --sequences 16 --mutations -
 $TABLE --lengths 8192 --prompt-lengths 40,200 --sequences 4 --layer-sequences 0 --keep-logs "$OUT/c" \
   --seconds "$(SHARE 62)" --name mismatch-8k-gpu --out "$OUT/c" -- "actor_rollout_ref.model.path=$WORK/model2" \
   $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" "${COMMON[@]}" > "$OUT/c/out.log" 2>&1 &
-python benchmarks/mismatch_table.py --parallel --flows unified_fp8,unified_exact --lengths 1400 --prompt-lengths 100,40 --sequences 4 \
-  --layer-tokens 1500 --keep-logs "$OUT/d" --seconds "$(SHARE 62)" --name mismatch-operators-gpu --out "$OUT/d" -- \
-  "actor_rollout_ref.model.path=$WORK/model2" $ROLLOUT.max_num_seqs=4 "$ROLLOUT.cudagraph_capture_sizes=[1,2,4]" \
-  "${COMMON[@]}" > "$OUT/d/out.log" 2>&1 &
+# With vLLM's own bound of splits, and with what jetrl sets. Twice 1500 tokens did not end within three minutes.
+SPLITS="+$ROLLOUT.engine_kwargs.vllm.attention_config.flash_attn_max_num_splits_for_cuda_graph"
+for splits in 16 1; do
+  python benchmarks/mismatch_table.py --parallel --flows unified_fp8 --lengths 560 --prompt-lengths 100,40 --sequences 2 \
+    --layer-tokens 640 --keep-logs "$OUT/d" --seconds "$(SHARE 62)" --name "mismatch-operators-$splits-splits-gpu" --out "$OUT/d" -- \
+    "actor_rollout_ref.model.path=$WORK/model2" $ROLLOUT.max_num_seqs=2 "$ROLLOUT.cudagraph_capture_sizes=[1,2]" \
+    "$SPLITS=$splits" "${COMMON[@]}" > "$OUT/d/out-$splits.log" 2>&1 &
+done
 wait
-tail -n 100 "$OUT"/[acd]/out.log
+tail -n 100 "$OUT"/[acd]/out*.log
 $TABLE --lengths 256,1700,256 --prompt-lengths 100,7,250 --sequences 18 --mutations --keep-logs "$OUT/b" \
   --seconds "$(SHARE 38)" --name mismatch-gpu --out "$OUT/b" -- --kv-cache-tokens 8192 $ROLLOUT.max_num_seqs=12 \
   "$ROLLOUT.cudagraph_capture_sizes=[1,2,4,8,12]" "${COMMON[@]}" 2>&1 | tee "$OUT/b/out.log"
