@@ -273,6 +273,33 @@ def test_a_matrix_that_a_bundle_leaves_out_is_named(known_model):
     sync(model, config, bundled(good))
 
 
+@pytest.mark.parametrize(
+    "architecture,left_out,named",
+    (
+        ("qwen3", "model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.q_norm.weight"),
+        ("qwen3", "lm_head.weight", "lm_head.weight"),
+        ("qwen2-bias", "model.norm.weight", "model.norm.weight"),
+        ("llama-ragged-tied", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ),
+)
+def test_a_norm_or_an_embedding_that_a_sync_leaves_out_is_named(tmp_path, architecture, left_out, named):
+    """vLLM's own loader would go on with what the last sync brought."""
+    from jetrl.integrations.vllm.refit_plan import attach
+
+    with vllm_models(tmp_path) as model_of:
+        model, config = model_of(architecture, quantization="jetrl")
+        attach(model)
+        state = state_of(architecture)
+        if architecture == "llama-ragged-tied":
+            state.pop("lm_head.weight", None)  # trainers send a tied weight once
+        for items in (list(state.items()), bundled_wire(state)):
+            sync(model, config, items, buckets=3)
+            with pytest.raises(JobError, match=f"weight sync incomplete: {named} was not received"):
+                sync(model, config, [(n, t) for n, t in state.items() if n != left_out], buckets=2)
+            model.load_weights(items[:5])  # then the sender died
+            sync(model, config, items, buckets=2)
+
+
 def test_a_failed_sync_leaves_nothing_behind_for_the_next(known_model):
     """Two layers at fault: post-processing ends at the first, so the second's fault and what later layers got is still there."""
     model, config, _ = known_model

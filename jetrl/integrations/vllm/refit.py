@@ -147,10 +147,9 @@ class WeightReceiver:
             self._fill_with_dummy_weights()
             self._forget_places()
             return
-        if len(received) != len(_PARTS) * len(self.shards):
-            raise JobError(
-                f"weight sync incomplete: {', '.join(self._missing(received))} was not received by the rollout"
-            )
+        missing = [] if len(received) == len(_PARTS) * len(self.shards) else self._missing(received)
+        if missing := missing or self.group.missing_others():
+            raise JobError(f"weight sync incomplete: {', '.join(missing)} was not received by the rollout")
         if self._started_on_dummy_weights and not handshake.trainer_has_asked():
             raise JobError(
                 "the rollout runs jetrl's FP8 layers but the trainer never asked for its precision graph, so it would train "

@@ -19,6 +19,22 @@ class ReceiverGroup:
         self._receivers = receivers
         self._finite: dict[WeightReceiver, bool] = {}
         self._later: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        # Parameters beside these layers' matrices that every sync brings, and those that have come since the last check.
+        self._others: frozenset[str] = frozenset()
+        self._others_loaded: set[str] | None = set()
+
+    def expect(self, others: frozenset[str]) -> None:
+        self._others = others
+
+    def loaded(self, names: set[str]) -> None:
+        """Names of parameters that one call of the model's load_weights has brought."""
+        if self._others_loaded is not None:
+            self._others_loaded |= names
+
+    def missing_others(self) -> list[str]:
+        """Asked by every layer after a sync, answered once: what never came of the norms, embeddings and biases."""
+        loaded, self._others_loaded = self._others_loaded, set()
+        return sorted(self._others - loaded) if loaded else []
 
     def poison(self) -> None:
         """NaN into all scales of every layer that has nothing of an open cycle and is not poisoned yet."""
@@ -31,6 +47,7 @@ class ReceiverGroup:
     def start_again(self) -> None:
         """Forget what arrived since the last `finish`, and poison it."""
         self.copy_now()
+        self._others_loaded = None  # which of them came in this sync is not known
         for receiver in self._receivers:
             receiver.forget()
             receiver.faults.clear()
@@ -38,6 +55,7 @@ class ReceiverGroup:
 
     def give_up(self) -> None:
         """The sync failed: nothing of it counts for the next one."""
+        self._others_loaded = set()
         for receiver in self._receivers:
             receiver.forget()
             receiver.faults.clear()

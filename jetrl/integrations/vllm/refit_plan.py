@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from jetrl.integrations.vllm.refit_group import ReceiverGroup
 from jetrl.weight_bundle import unbundled
@@ -39,6 +40,7 @@ class LoadPlan:
         self._group = ReceiverGroup(receivers)
         for receiver in receivers:
             receiver.group = self._group
+        self._group.expect(_others(model))
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As vLLM's: names of the parameters that were loaded. `weights` may come in bundles."""
@@ -47,6 +49,7 @@ class LoadPlan:
         first = next(rest, None)
         if first is not None:
             loaded |= self._stock(itertools.chain([first], rest)) or set()
+        self._group.loaded(loaded)
         return loaded
 
     def _take(
@@ -72,6 +75,19 @@ class LoadPlan:
             return True
 
         return take
+
+
+def _others(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters that a trainer sends beside the layers' matrices: norms, embeddings, an untied lm_head, biases."""
+    found = set()
+    for path, module in model.named_modules():
+        if isinstance(module, RMSNorm | VocabParallelEmbedding):
+            found |= {f"{path}.{name}" for name in module._parameters if module._parameters[name] is not None}
+        elif hasattr(module, "jetrl_receiver") and module._parameters.get("bias") is not None:
+            found.add(f"{path}.bias")
+    return frozenset(
+        found.intersection(name for name, _ in model.named_parameters())
+    )  # a tied lm_head has a name there, not two
 
 
 def attach(model: torch.nn.Module) -> bool:
