@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from checkpoints_for_tests import save_checkpoint
 
 
@@ -27,12 +28,18 @@ def vllm_models(root: Path) -> Iterator[Callable]:
         config = EngineArgs(
             str(save_checkpoint(architecture, root)), **settings, **{"dtype": "bfloat16", **arguments}
         ).create_engine_config()
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-            if not started:
-                init_distributed_environment(1, 0, f"file://{root}/rendezvous", 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
-                started.append(True)
-            return initialize_model(config), config.model_config
+        dtype = torch.get_default_dtype()
+        try:
+            with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+                if not started:
+                    init_distributed_environment(1, 0, f"file://{root}/rendezvous", 0, "gloo")
+                    ensure_model_parallel_initialized(1, 1)
+                    started.append(True)
+                return initialize_model(config), config.model_config
+        finally:
+            torch.set_default_dtype(
+                dtype
+            )  # vLLM does not where a model is refused, and every later test would run in BF16
 
     yield build
     cleanup_dist_env_and_memory()
