@@ -59,8 +59,3 @@ class Slab:
 def packed_bytes(weight_shape: tuple[int, int]) -> int:
     rows, columns = packed_shape(weight_shape)
     return rows * columns
-
-
-def quantize_packed(weight: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """One weight in memory of its own; see Slab.quantize."""
-    return Slab(packed_bytes(weight.shape), weight.device).quantize(weight, scale_format)

@@ -8,7 +8,7 @@ from jetrl_kernels.backends import GEMM_BACKENDS
 from jetrl.errors import UserError
 from jetrl.integrations.verl.wire import quantized_on_the_way
 from jetrl.linear import quantize_weight
-from jetrl.packed_weight import packed_shape, parts, quantize_packed
+from jetrl.packed_weight import Slab, packed_bytes, packed_shape, parts
 from jetrl.settings import GEMMS, engine_settings, rollout_gemm
 from jetrl.weight_bundle import MATRICES, NORMS, bundled, unbundled
 
@@ -49,7 +49,7 @@ def test_a_packed_weight_is_read_back_from_wherever_a_bucket_holds_it(shape, off
     """One row of scales' bytes up to 4096 rows of codes, two from there; buckets align a tensor by its elements, here bytes."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
-    packed = quantize_packed(weight, "fp32")
+    packed = Slab(packed_bytes(weight.shape), weight.device).quantize(weight, "fp32")
     assert packed.shape == packed_shape(shape) and packed.shape[0] % 128 == -(-packed.shape[0] // 4097)
     bucket = torch.zeros(packed.nbytes + 8, dtype=torch.uint8)
     view = bucket[offset : offset + packed.nbytes].view(packed.dtype).view(packed.shape)
@@ -103,7 +103,10 @@ def test_a_bundle_of_matrices_is_the_memory_that_they_were_quantized_into():
 
 
 def test_matrices_from_memory_of_their_own_and_biases_travel_as_they_are():
-    weights = [(f"{i}.weight", quantize_packed(torch.randn(128, 128), "fp32")) for i in range(3)]
+    weights = [
+        (f"{i}.weight", Slab(packed_bytes((128, 128)), torch.device("cpu")).quantize(torch.randn(128, 128), "fp32"))
+        for i in range(3)
+    ]
     weights += [("a.bias", torch.randn(8)), ("norm.weight", torch.randn(2, 2))]
     sent = list(bundled(weights))
     assert dict(sent).keys() == dict(weights).keys() and all(same_bytes(t, dict(weights)[n]) for n, t in sent)
