@@ -55,6 +55,9 @@ def words_of(arguments: argparse.Namespace, flow: str, model: Path, run: Path, t
         f"{rollout}.n={arguments.samples}", f"{rollout}.ignore_eos=true", f"data.max_response_length={arguments.tokens}",
         f"{actor}.optim.lr=1e-6", f"trainer.total_training_steps={arguments.steps}", "trainer.val_before_train=false",
         "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.logger=[file]",
+        # else the seconds of the rollout are a multiple of two
+        "trainer.v1.sampler.custom_sampler.path=pkg://jetrl.integrations.verl.replay_buffer",
+        "trainer.v1.sampler.custom_sampler.name=FrequentReplayBuffer",
     ]  # fmt: skip
     if ON_GPU:  # the model and its optimizer fit beside the engine: moving them is not what is measured
         words += [f"{part}.fsdp_config.param_offload=false" for part in (actor, "actor_rollout_ref.ref")]
@@ -77,6 +80,7 @@ def row_of(flow: str, run: Path) -> dict:
         [m for _, m in sorted(read_run(metrics).items()) if figures(m).seconds is not None] if metrics.is_file() else []
     )
     row: dict = {"flow": flow, "steps": len(steps)}
+    row["every_step"] = [{phase: m.get(f"timing_s/{phase}") for phase in PHASES} for m in steps]
     for phase in PHASES:
         found = [m[f"timing_s/{phase}"] for m in steps[1:] if m.get(f"timing_s/{phase}") is not None]
         if found:
@@ -86,7 +90,6 @@ def row_of(flow: str, run: Path) -> dict:
             )
     if steps[1:]:
         row["tokens"] = statistics.median(m["perf/total_num_tokens"] for m in steps[1:])
-        row["k3_kl"] = statistics.mean(figures(m).k3_kl for m in steps[1:])
     return row
 
 
@@ -137,7 +140,7 @@ def main() -> None:
         folder = Path(name)
         rows = run_all(arguments, make_model(arguments.shape, folder), folder)
     compare(rows)
-    print_table([{k: v for k, v in row.items() if not k.endswith("_spread")} for row in rows])
+    print_table([{k: v for k, v in row.items() if not k.endswith(("_spread", "every_step"))} for row in rows])
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}
     print(write_results(f"step-phases-{arguments.shape}", rows, arguments.out, settings=settings))
 

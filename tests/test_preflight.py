@@ -97,6 +97,10 @@ def test_an_empty_list_of_devices_is_refused_for_rays_imaginary_gpu(job, monkeyp
         ({"trainer.checkpoint_callback_class": "a.B"}, ["trainer.checkpoint_callback_class=a.B"]),
         ({"trainer.max_actor_ckpt_to_keep": 1}, ["trainer.max_actor_ckpt_to_keep=1"]),
         ({"actor_rollout_ref.actor.checkpoint.async_save": True}, ["async_save=True"]),
+        (
+            {"trainer.v1.sampler.custom_sampler.name": "FrequentReplayBuffer", "algorithm.filter_groups.enable": True},
+            ["filter_groups.enable=True", "custom_sampler.name=FrequentReplayBuffer"],
+        ),
         ({f"{ROLLOUT}.quantization": "fp8"}, ["rollout.quantization=fp8", "precision=fp8_vllm"]),
         ({f"{VLLM}.quantization": None}, ["quantization=None", "needs jetrl"]),
         ({f"{VLLM}.additional_config.jetrl_flow": "unified_fp8_pow2"}, ["unified_fp8_pow2", "give both the same"]),

@@ -1,0 +1,24 @@
+"""VeRL's replay buffer, looking for finished answers several times a second.
+
+VeRL's trainer asks its store every two seconds whether a step's answers are there, so `timing_s/gen` is a multiple of two
+seconds and a step of a small model waits one of them on average. Its class has the interval as an argument and its
+configuration no key for it; a sampler of one's own is VeRL's hook:
+
+    trainer.v1.sampler.custom_sampler.path=pkg://jetrl.integrations.verl.replay_buffer
+    trainer.v1.sampler.custom_sampler.name=FrequentReplayBuffer
+
+VeRL gives such a sampler no settings of `algorithm.filter_groups`; jetrl.train refuses the two together. VeRL 0.9.1; it can go
+when VeRL makes the interval a key.
+"""
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+# One question takes milliseconds; a step of the smallest jobs takes seconds.
+POLL_SECONDS = 0.1
+
+
+class FrequentReplayBuffer(ReplayBuffer):
+    """ReplayBuffer with a poll interval of POLL_SECONDS; everything else is VeRL's."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, poll_interval=POLL_SECONDS, **kwargs)
