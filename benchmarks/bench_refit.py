@@ -1,6 +1,6 @@
 """Weight sync from a trainer process to a vLLM engine on the same GPU, through VeRL's bucketed transfer (CUDA IPC).
 
-    python benchmarks/bench_refit.py [--shape qwen3-8b] [--layers N] [--repeats 5] [--second-gpu] [--profile] [--out FOLDER]
+    python benchmarks/bench_refit.py [--shape qwen3-8b] [--layers N] [--repeats 5] [--second-gpu] [--profile FOLDER] [--out FOLDER]
     python benchmarks/bench_refit.py --skip-speed --cycles 200 [--cycle-shape qwen3-0.6b] [--seconds N]
 
 Speed: the trainer holds random BF16 weights and sends all of them; seconds from the first tensor to the answer after
@@ -9,7 +9,7 @@ trainer, which is part of the time. Bar: jetrl faster than bf16 -> bf16. Where a
 two sides take turns: `open_s` until the sender has its buffer and the receiver has opened it, `send_s` the sender's own
 work, `wait_s` the receiver's answers to buckets, `close_s` the sender's end, `rest_s` from there to the engine's answer. Of the
 receiver: `load_s` model.load_weights without the wait for the device, `finish_s` post-processing.
---profile adds, after the timed syncs of a path, one whose sender is profiled: `profile-PATH.txt` beside the JSON.
+--profile adds, after the timed syncs of a path, one whose sender is profiled: `profile-PATH.txt` in its folder.
 The engines start side by side (turns.py) and are measured one at a time.
 Cycles: sleep (levels 1 and 2 in turn), wake, refit by both wires in turn with the same weights, --cycles times: the hash of
 all weight bytes after each, and the device memory in use. It needs the GPU to itself: vLLM's sleep and the memory count
@@ -216,7 +216,7 @@ def measure_speed(arguments: argparse.Namespace, subject: tuple, path: str) -> d
     runs = [refit(llm, weights, wire, bucket_gpu) for _ in range(arguments.repeats)]
     seconds = [s for s, *_ in runs]
     if arguments.profile:
-        write_profile(subject, path, bucket_gpu, arguments.out or Path(__file__).parent / "results")
+        write_profile(subject, path, bucket_gpu, arguments.profile)
     return {
         "path": path, "gpus": 1 + arguments.second_gpu, "seconds": statistics.median(seconds),
         "spread": (max(seconds) - min(seconds)) / min(seconds), "gb": runs[0][1] / 1e9,
@@ -294,7 +294,7 @@ def main() -> None:
     )
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--second-gpu", action="store_true", help="the engine runs on another GPU than the trainer")
-    parser.add_argument("--profile", action="store_true", help="of the sender, one more sync a path")
+    parser.add_argument("--profile", type=Path, help="an existing folder: the sender's, of one more sync a path")
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)
@@ -349,6 +349,7 @@ def _start(arguments: argparse.Namespace, names: list[str]) -> dict:
     words = [__file__, "--shape", arguments.shape, "--cycle-shape", arguments.cycle_shape]
     words += ["--repeats", str(arguments.repeats), *["--second-gpu"] * arguments.second_gpu]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []
+    words += ["--profile", str(arguments.profile)] if arguments.profile else []
     logs = (arguments.out or Path(tempfile.mkdtemp())) / "refit"
     found = start(names, lambda child: [*words, "--child", child], logs, arguments.ready_seconds)
     return {name: process for name, (process, *_) in found.items()}
