@@ -6,6 +6,11 @@ import importlib.metadata
 REPORT_METHOD = "jetrl_report"
 
 
+def socket_job(job: str, token: str) -> str:
+    """The Ray job's part of the name of a weight sync's socket, of one run alone (integrations/verl/sync_socket.py)."""
+    return f"{job}-{token}"
+
+
 def versions() -> dict[str, str]:
     """Versions that must be the same on both sides of a job."""
     return {name: importlib.metadata.version(name) for name in ("jetrl", "torch", "vllm")}

@@ -120,9 +120,10 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
         """VeRL calls this once per weight sync, before any weight moves: the place to ask what the rollout runs."""
         self._handshake.check()
         # Here and not above: VeRL has loaded its rollout by now, which takes vLLM's import, and nothing has been sent yet.
-        from jetrl.integrations.verl import sync_watch
+        from jetrl.integrations.verl import sync_socket, sync_watch
 
         sync_watch.install()
+        sync_socket.install(self._handshake.sync_token)
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
         # No FP8 weights: the rollout may be a stock model, whose load_weights knows nothing of bundles.
         if self._settings.wire == "fp8" and self._handshake.fp8_weights:

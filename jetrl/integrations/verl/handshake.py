@@ -10,6 +10,7 @@ It runs at every sync, not only the first: that is what notices a rollout server
 import asyncio
 import re
 import time
+import uuid
 from dataclasses import dataclass
 
 import ray
@@ -52,14 +53,16 @@ class RolloutHandshake:
         self._graphs: dict[str, dict] = {}  # by digest
         # Layers whose weights may travel as FP8 -> their scale format: known on every rank once check() has returned.
         self.fp8_weights: dict[str, str] = {}
+        # Of this run's weight syncs; rank 0's on every rank once check() has returned.
+        self.sync_token = uuid.uuid4().hex[:12]
 
     def check(self) -> None:
         """Collective over all trainer ranks. Raises JobError where a worker differs or does not answer."""
-        verdict: list = ["rank 0 failed while it compared precision graphs; the log has its error", {}]
+        verdict: list = ["rank 0 failed while it compared precision graphs; the log has its error", {}, None]
         try:
             if torch.distributed.get_rank() == 0:
-                self._compare(ask_rollout(list(self._graphs)))
-                verdict = [None, self.fp8_weights]
+                self._compare(ask_rollout(list(self._graphs), self.sync_token))
+                verdict = [None, self.fp8_weights, self.sync_token]
         except JobError as e:
             verdict[0] = str(e)
         finally:
@@ -67,7 +70,7 @@ class RolloutHandshake:
             torch.distributed.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None:
             raise JobError(verdict[0])
-        self.fp8_weights = verdict[1]
+        self.fp8_weights, self.sync_token = verdict[1:]
 
     def _compare(self, reports: list[WorkerReport]) -> None:
         self._graphs.update({r.digest: r.graph for r in reports if r.graph is not None})
@@ -109,22 +112,26 @@ class RolloutHandshake:
                     )
 
 
-def ask_rollout(known_digests: list[str]) -> list[WorkerReport]:
-    """Every worker of every rollout server of this Ray namespace. Raises JobError when one does not answer."""
+def ask_rollout(known_digests: list[str], sync_token: str) -> list[WorkerReport]:
+    """Every worker of every rollout server of this Ray namespace, which also learns the run's `sync_token`.
+
+    Raises JobError when one does not answer.
+    """
     names = sorted(name for name in list_named_actors() if _SERVER_NAME.fullmatch(name))
     if not names:
         raise JobError("no vLLM rollout server was found to compare precision graphs with")
     reports = []
     for name in names:
-        for answer in _ask_server(name, known_digests):
+        for answer in _ask_server(name, known_digests, sync_token):
             reports.append(WorkerReport(server=name, **answer))
     return reports
 
 
-def _ask_server(name: str, known_digests: list[str]) -> list[dict]:
+def _ask_server(name: str, *question) -> list[dict]:
+    """question: the arguments of the worker's report."""
     server = ray.get_actor(name)
     try:
-        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD, known_digests), timeout=TIMEOUT_SECONDS)
+        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD, question), timeout=TIMEOUT_SECONDS)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             answers = ray.get(server.__ray_call__.remote(_collect_report), timeout=TIMEOUT_SECONDS)
@@ -145,11 +152,11 @@ def last_line(error: Exception) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
-def _start_report(server, method: str, known_digests: list[str]) -> None:
+def _start_report(server, method: str, question: tuple) -> None:
     """Runs inside the rollout server, in a thread of its own; the engine lives in the event loop of its output handler."""
     loop = server.engine.output_handler.get_loop()
     server.jetrl_report = asyncio.run_coroutine_threadsafe(
-        server.engine.collective_rpc(method=method, args=(known_digests,)), loop
+        server.engine.collective_rpc(method=method, args=question), loop
     )
 
 

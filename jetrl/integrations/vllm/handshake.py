@@ -13,7 +13,7 @@ import uuid
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
-from jetrl.integrations.protocol import REPORT_METHOD, versions
+from jetrl.integrations.protocol import REPORT_METHOD, socket_job, versions
 from jetrl.integrations.vllm import refit_plan
 from jetrl.precision.build_vllm import build_rollout_graph
 from jetrl.precision.graph import PrecisionGraph
@@ -21,6 +21,10 @@ from jetrl.precision.kernels import with_kernels
 
 # Tells a restarted worker from the one that answered before.
 _PROCESS_ID = f"{os.getpid()}-{uuid.uuid4().hex}"
+
+# What VeRL reads when a weight sync begins, and what it was when this process started.
+_SOCKET_JOB = "VERL_RAY_JOB_ID"
+_stock_job = os.environ.get(_SOCKET_JOB, "0")
 
 _trainer_has_asked = False
 
@@ -30,13 +34,16 @@ def trainer_has_asked() -> bool:
     return _trainer_has_asked
 
 
-def report(worker: WorkerBase, known_digests: list[str]) -> dict:
+def report(worker: WorkerBase, known_digests: list[str], sync_token: str | None = None) -> dict:
     """This worker's precision graph, read off the live model, so it says what runs, not what was configured.
 
     Plain containers only. `graph` is None where the trainer already knows it by its digest: an 8B graph is megabytes,
-    and this runs at every weight sync.
+    and this runs at every weight sync. `sync_token` names the socket on which the next sync is awaited
+    (integrations/verl/sync_socket.py); without one it stays VeRL's own.
     """
     global _trainer_has_asked
+    if sync_token is not None:
+        os.environ[_SOCKET_JOB] = socket_job(_stock_job, sync_token)
     config = worker.vllm_config
     exact = (
         config.quant_config is not None
