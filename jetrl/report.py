@@ -11,6 +11,7 @@ USAGE = "python -m jetrl.report [--out FILE] [--png] RUN [RUN ...]"
 DESCRIPTION = """\
 RUN: a folder that jetrl.train wrote (finished, partial or crashed), a folder of such folders (a sweep), or the
 .jsonl file of a plain VeRL job with trainer.logger=[file]. Runs that differ only in a seed share one curve.
+A file marked.json in a run's folder ({"17": "why"}) keeps those steps out of mismatch comparisons; the report names them.
 """
 
 

@@ -2,16 +2,18 @@
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from jetrl.reporting.graph_verdict import UNKNOWN, Verdict
-from jetrl.reporting.groups import BASELINE, Group, baseline_of, different_keys
+from jetrl.reporting.groups import BASELINE, Group, baseline_of, different_keys, is_seed
 from jetrl.reporting.measures import (
     ACCURACY,
     K3,
     MISMATCH,
+    REWARD,
     Spread,
     average,
+    compared,
     first_and_last,
     phase_seconds,
     seconds_per_step,
@@ -24,6 +26,7 @@ from jetrl.reporting.svg import number
 # An accuracy counts as BF16's where it is within the seeds' spread of it, or within 1 % absolute.
 ABSOLUTE_BAR = 0.01
 FP8_ROLLOUTS = ("fp8_rollout", "fp8_vllm")
+SHARED_GPU = "side_by_side"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,19 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Paired:
+    """A group's training reward minus its baseline's of the same seed: runs of one seed see the same prompts in the same
+    order, so most of what differs from step to step falls out. Over all steps 1..step that every paired run reached.
+    """
+
+    baseline: Group
+    step: int
+    value: float
+    error: float | None  # standard error of the mean over seeds; None for one seed
+    seeds: int
+
+
+@dataclass(frozen=True)
 class Row:
     """One group in figures. Accuracies in [0, 1]; mismatch in nats; times in seconds."""
 
@@ -46,6 +62,7 @@ class Row:
     after: Spread
     best: float | None
     difference: Difference | None
+    paired: Paired | None
     mismatch: dict[str, Spread]  # by quantity key, each run's mean over steps
     seconds: Spread
     tokens_per_second: Spread
@@ -67,6 +84,7 @@ def _row(group: Group, groups: list[Group], verdicts: dict[str, Verdict]) -> Row
         after=spread([after for _, after in ends]),
         best=max(accuracies, default=None),
         difference=None if baseline is None or baseline is group else _difference(group, baseline),
+        paired=None if baseline is None or baseline is group else _paired(group, baseline),
         mismatch={q.key: spread([average(run, q) for run in group.runs]) for q in MISMATCH},
         seconds=spread([seconds_per_step(run) for run in group.runs]),
         tokens_per_second=spread([tokens_per_second(run) for run in group.runs]),
@@ -93,6 +111,21 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
     )
 
 
+def _paired(group: Group, baseline: Group) -> Paired | None:
+    # Not by Group.seeds: those are words for people, which leave out what does not differ within the group.
+    keys = [k for k in group.runs[0].flat if is_seed(k) and k in baseline.runs[0].flat]
+    mine, theirs = ({tuple(run.flat.get(k) for k in keys): run for run in g.runs} for g in (group, baseline))
+    pairs = [(values(mine[s], REWARD), values(theirs[s], REWARD)) for s in mine if s in theirs]
+    if not pairs:
+        return None
+    common = set.intersection(*({s for s in a if s in b and math.isfinite(a[s] - b[s])} for a, b in pairs))
+    if not common:
+        return None
+    differences = [fmean(a[s] - b[s] for s in common) for a, b in pairs]
+    error = stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
+    return Paired(baseline, max(common), fmean(differences), error, len(pairs))
+
+
 def _sampling_error(mine: Spread, theirs: Spread, config: dict) -> float | None:
     """Of a difference of two shares measured on n questions, as if the two sides' errors were independent (a shared
     question set makes it smaller): sqrt(p1 (1 - p1) / n1 + p2 (1 - p2) / n2), n = questions times runs."""
@@ -116,7 +149,7 @@ def _is_unified(row: Row) -> bool:
 def _accuracy_sentence(row: Row) -> str | None:
     d = row.difference
     if d is None or math.isnan(d.value):
-        return _own_sentence(row)
+        return _paired_sentence(row) if row.paired else _own_sentence(row)
     size = abs(d.value)
     inside = size <= ABSOLUTE_BAR or (d.spread is not None and size <= d.spread)
     head = f"{row.group.label}: {_signed(d.value)} against {d.baseline.label} in validation accuracy at step {d.step}, "
@@ -133,11 +166,25 @@ def _accuracy_sentence(row: Row) -> str | None:
     return f"{head}{direction} it by more than the seeds' spread (±{d.spread:.3f}) and more than {ABSOLUTE_BAR}."
 
 
+def _paired_sentence(row: Row) -> str:
+    """Where the runs broke off before a validation that all share: by what they were rewarded for in training."""
+    p = row.paired
+    by = f"{row.group.label}: {_signed(p.value)} against {p.baseline.label} in training reward, mean over steps 1 to {p.step}"
+    if p.error is None:
+        return f"{by} of one seed; the spread is not known."
+    inside = abs(p.value) <= ABSOLUTE_BAR
+    verdict = f"within {ABSOLUTE_BAR} absolute" if inside else f"{'above' if p.value > 0 else 'below'} it"
+    degraded = "; an FP8 rollout alone does not degrade here" if inside and row.group.flow in FP8_ROLLOUTS else ""
+    return f"{by} and {p.seeds} seeds, {verdict} (standard error over seeds {p.error:.3f}){degraded}."
+
+
 def _own_sentence(row: Row) -> str | None:
-    """Without a BF16 run to hold it against: what training did to the accuracy."""
-    if row.before.mean is None or row.after.mean is None or row.group.flow == BASELINE:
+    """Without a BF16 run to hold it against: what training did to the accuracy of the runs that got to a second one."""
+    ends = [first_and_last(run) for run in row.group.runs]
+    ends = [(before, after) for before, after in ends if after is not None]
+    if not ends or row.group.flow == BASELINE:
         return None
-    before, after = row.before.mean, row.after.mean
+    before, after = (fmean(side) for side in zip(*ends, strict=True))
     last = max(max(values(run, ACCURACY), default=0) for run in row.group.runs)
     return f"{row.group.label}: validation accuracy {before:.3f} before, {after:.3f} at step {last} ({after - before:+.3f})."
 
@@ -173,7 +220,7 @@ def _ratio(mine: dict[int, float], theirs: dict[int, float], common: list[int]) 
 def _by_step(group: Group) -> dict[int, float]:
     steps: dict[int, list[float]] = {}
     for run in group.runs:
-        for step, value in values(run, K3).items():
+        for step, value in compared(run, K3).items():
             if math.isfinite(value):
                 steps.setdefault(step, []).append(value)
     return {step: fmean(row) for step, row in steps.items()}
@@ -196,7 +243,19 @@ def limits(table: list[Row]) -> list[str]:
         result.append(f"One seed only, so no spread: {', '.join(single)}.")
     if len(table) > 1 and not any(row.group.flow == BASELINE for row in table):
         result.append("No bf16 run is among them, so nothing is said about the difference from BF16.")
-    alone = [r.group.label for r in table if r.difference is None and r.group.flow not in (None, BASELINE)]
+    by_reward = [r.group.label for r in table if r.difference is None and r.paired]
+    if by_reward:
+        result.append(
+            f"Not all runs came to a validation step that bf16 shares, so compared by training reward: {', '.join(by_reward)}."
+        )
+    result += [
+        f"Marked, so in no mismatch average: {run.name} step {step} ({why})."
+        for run in runs
+        for step, why in sorted(run.marked.items())
+    ]
+    if any(run.flat.get("choices.hardware") == SHARED_GPU for run in runs):
+        result.append("Runs were set up to share a GPU (hardware=side_by_side): their seconds do not compare flows.")
+    alone = [r.group.label for r in table if not (r.difference or r.paired) and r.group.flow not in (None, BASELINE)]
     if alone and any(row.group.flow == BASELINE for row in table):
         result.append(
             f"Not compared with bf16, which was not run on the same model, task and lengths to a validation step that "

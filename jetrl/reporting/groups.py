@@ -15,7 +15,8 @@ _ORDER = ("bf16", "fp8_rollout", "fp8_vllm", "unified_fp8", "unified_fp8_pow2", 
 _LABELS = ("run.", "choices.", "resume", "prepare_data", "trainer.experiment_name", "trainer.project_name")
 _LABELS += ("trainer.default_local_dir", "trainer.resume_", "data.train_files", "data.val_files")
 _LABELS += ("ray_kwargs.", "actor_rollout_ref.rollout.trace.", "actor_rollout_ref.rollout.prometheus.")
-_FLOW_WORDS = ("jetrl_flow", "engine_kwargs.vllm.quantization", "rollout.quantization")
+# jetrl_gemm repeats the key `gemm` for a rollout with FP8 linears; one without them has no such key.
+_FLOW_WORDS = ("jetrl_flow", "jetrl_gemm", "engine_kwargs.vllm.quantization", "rollout.quantization")
 # How often a job looks and saves does not change what it learns.
 _WATCHING = ("trainer.save_freq", "trainer.test_freq", "trainer.logger", "trainer.val_before_train")
 # What two runs must share for their accuracies to be comparable.

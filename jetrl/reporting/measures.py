@@ -38,6 +38,7 @@ class Quantity:
 
 _DIFF = "mismatch/abs_logprob_diff_"
 ACCURACY = Quantity("accuracy", "Validation accuracy", "share of correct answers", ("val-core/*/acc/mean@1",))
+REWARD = Quantity("reward", "Training reward", "mean reward per answer", ("critic/rewards/mean", "critic/score/mean"))
 K3 = Quantity(
     "k3",
     "Mismatch: k3 KL, mean",
@@ -46,10 +47,7 @@ K3 = Quantity(
     True,
 )
 SECONDS = Quantity("seconds", "Time per step", "seconds", ("perf/time_per_step", "timing_s/step"))
-LEARNING = (
-    ACCURACY,
-    Quantity("reward", "Training reward", "mean reward per answer", ("critic/rewards/mean", "critic/score/mean")),
-)
+LEARNING = (ACCURACY, REWARD)
 MISMATCH = (
     K3,
     Quantity("p50", "Mismatch: median of |Δ log-prob|", "nats", (_DIFF + "p50",), True),
@@ -114,7 +112,8 @@ class Course:
 
     A long run is drawn in windows: `steps` are then the windows' last steps, `window` their size in logged steps, mean
     the mean and low and high the extremes of everything in the window, so no spike is lost. NaN steps are left out of
-    the lists and counted in `not_numbers` (over all runs).
+    the lists and counted in `not_numbers` (over all runs). whole: the last step that every run which logged any did;
+    behind it the mean is over fewer seeds, and a jump of the line need not be one of any seed. None without such a step.
     """
 
     steps: list[int]
@@ -123,6 +122,7 @@ class Course:
     high: list[float]
     not_numbers: int
     window: int = 1
+    whole: int | None = None
 
     @property
     def has_band(self) -> bool:
@@ -133,6 +133,8 @@ def course(group: Group, quantity: Quantity) -> Course:
     """Empty where no run of the group logged the quantity."""
     by_step: dict[int, list[float]] = {}
     bad = 0
+    logged = [set(steps) for run in group.runs if (steps := values(run, quantity))]
+    shared = set.intersection(*logged) if logged else set()
     for run in group.runs:
         for step, value in values(run, quantity).items():
             if math.isfinite(value):
@@ -144,13 +146,27 @@ def course(group: Group, quantity: Quantity) -> Course:
     windows = [steps[i : i + window] for i in range(0, len(steps), window)]
     rows = [[v for step in part for v in by_step[step]] for part in windows]
     ends = [part[-1] for part in windows]
-    return Course(ends, [fmean(r) for r in rows], [min(r) for r in rows], [max(r) for r in rows], bad, window)
+    return Course(
+        ends,
+        [fmean(r) for r in rows],
+        [min(r) for r in rows],
+        [max(r) for r in rows],
+        bad,
+        window,
+        max(shared, default=None),
+    )
 
 
 def values(run: Run, quantity: Quantity) -> dict[int, float]:
     """step -> value, NaN and Inf included, steps that did not log it left out."""
     found = ((step, quantity.of(metrics)) for step, metrics in run.steps.items())
     return {step: value for step, value in found if value is not None}
+
+
+def compared(run: Run, quantity: Quantity) -> dict[int, float]:
+    """`values`, of a mismatch without the run's marked steps."""
+    found = values(run, quantity)
+    return {s: v for s, v in found.items() if s not in run.marked} if quantity in MISMATCH else found
 
 
 @dataclass(frozen=True)
@@ -179,7 +195,7 @@ def first_and_last(run: Run) -> tuple[float | None, float | None]:
 
 
 def average(run: Run, quantity: Quantity) -> float | None:
-    numbers = list(values(run, quantity).values())
+    numbers = list(compared(run, quantity).values())
     return fmean(numbers) if numbers else None
 
 

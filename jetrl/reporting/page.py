@@ -78,7 +78,7 @@ def _setting(runs: list[Run]) -> str:
 def _card(row: Row) -> str:
     before, after = share_text(row.before), share_text(row.after)
     accuracy = (
-        f"<span class='one'>{before} →</span> <span class='one'>{after}</span>"
+        f"<span class='one'>{before} →</span> <span class='one'>{after}</span>{_fewer(row)}"
         if row.after.count
         else f"{before} before training"
         if row.before.count
@@ -93,6 +93,12 @@ def _card(row: Row) -> str:
         f"<div>precision graph: <span class='{state.replace(' ', '-')}'>{escape(state)}</span></div>"
         f"<div class='muted'>{escape(_states(row))}</div></div>"
     )
+
+
+def _fewer(row: Row) -> str:
+    """The arrow goes from one set of seeds to a smaller one where some broke off before a second validation."""
+    after, before = row.after.count, row.before.count
+    return f" <span class='muted'>({after} of {before} seeds)</span>" if after < before else ""
 
 
 def _states(row: Row) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jetrl.reporting.compare import Row
 from jetrl.reporting.groups import Group
-from jetrl.reporting.measures import COST, COURSE, LEARNING, MISMATCH, PHASES, REST, Quantity, course
+from jetrl.reporting.measures import COST, COURSE, LEARNING, MISMATCH, PHASES, REST, Quantity, course, values
 from jetrl.reporting.style import STYLES
 from jetrl.reporting.svg import Curve, line_chart, stacked_bars
 
@@ -32,7 +32,7 @@ def sections(table: list[Row]) -> dict[str, list[Picture]]:
 
 def draw(quantity: Quantity, groups: list[Group]) -> Picture | None:
     """None for an optional quantity that no run logged."""
-    curves, absent, broken, window = [], [], [], 1
+    curves, absent, broken, faint, window = [], [], [], [], 1
     for group in groups:
         line = course(group, quantity)
         if line.not_numbers:
@@ -41,9 +41,11 @@ def draw(quantity: Quantity, groups: list[Group]) -> Picture | None:
             absent.append(group.label)
             continue
         window = max(window, line.window)
-        seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
+        seeds = f" ({_count(group, quantity)} seeds)" if len(group.runs) > 1 else ""
         band = (line.low, line.high) if line.has_band else (None, None)
-        curves.append(Curve(group.label + seeds, group.style % STYLES, line.steps, line.mean, *band))
+        if line.whole is not None and line.steps[-1] > line.whole:
+            faint.append(f"{group.label} after step {line.whole}")
+        curves.append(Curve(group.label + seeds, group.style % STYLES, line.steps, line.mean, *band, line.whole))
     names = " or ".join(quantity.names)
     if not curves and quantity.optional and not broken:
         return None
@@ -55,12 +57,22 @@ def draw(quantity: Quantity, groups: list[Group]) -> Picture | None:
         notes.append(f"Line: mean over {window} steps and all seeds; band: lowest to highest of them.")
     elif any(c.low for c in curves):
         notes.append("Line: mean over seeds; band: lowest to highest seed.")
+    if faint:
+        notes.append(f"Thin and pale: fewer seeds, others had ended ({', '.join(faint)}).")
+    if quantity in MISMATCH and any(run.marked for group in groups for run in group.runs):
+        notes.append("Marked steps are drawn here, but in no average above.")
     if absent:
         notes.append(f"Missing: {', '.join(absent)} did not log it ({names}).")
     if broken:
         notes.append(f"NaN or Inf, not drawn: {', '.join(broken)}.")
     svg = line_chart(quantity.title, "training step", quantity.unit, curves, quantity.log)
     return Picture(quantity.key, quantity.title, svg, tuple(notes))
+
+
+def _count(group: Group, quantity: Quantity) -> str:
+    """How many of the group's runs a curve stands for: one that broke off at its start logged nothing."""
+    logged, runs = sum(bool(values(run, quantity)) for run in group.runs), len(group.runs)
+    return f"{runs}" if logged == runs else f"{logged} of {runs}"
 
 
 def draw_phases(table: list[Row]) -> Picture:

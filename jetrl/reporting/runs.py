@@ -6,7 +6,7 @@ A run is a folder of jetrl.train, or a JSON-lines file of VeRL's file logger, wh
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from jetrl.launch.wiring import METRICS
 from jetrl.launch.worker_entry import FAILURE
 
 CONFIG = "config.yaml"
+MARKED = "marked.json"
 MESSAGE = 160  # characters of a failure's message; the run's log has all of it
 # metrics.3.jsonl is the third start of the run in metrics.jsonl, not a run of its own.
 _EARLIER_START = re.compile(r".+\.\d+\.jsonl$")
@@ -30,7 +31,8 @@ class Run:
     """name: unique among the report's runs. steps: step -> VeRL's metrics. cfg: plain dicts; None for a plain VeRL job.
 
     failure: `<exception>: <message>` of a job that ended with one. unreadable: why a run in a folder of runs is only
-    listed; such a run has neither steps nor configuration.
+    listed; such a run has neither steps nor configuration. marked: step -> why its rollout is no measure of the flow's
+    mismatch, from marked.json: such a step is drawn and named, and left out of mismatch comparisons.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Run:
     cfg: dict | None = None
     failure: str | None = None
     unreadable: str | None = None
+    marked: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def flat(self) -> dict[str, object]:
@@ -172,7 +175,9 @@ def _load(place: Path, name: str) -> Run:
     cfg = _config(folder / CONFIG) if folder and (folder / CONFIG).is_file() else None
     if not steps and cfg is None:
         raise UserError(f"{metrics} has no metrics in it; give a run that logged at least one step")
-    return Run(name, place, steps, cfg, _failure(folder / FAILURE) if folder else None)
+    if folder is None:
+        return Run(name, place, steps, cfg)
+    return Run(name, place, steps, cfg, _failure(folder / FAILURE), marked=_marked(folder / MARKED))
 
 
 def _why(error: UserError, place: Path) -> str:
@@ -206,6 +211,16 @@ def _config(file: Path) -> dict:
             f"{file} is not a job's configuration (actor_rollout_ref.{missing[0]} is no group of keys); give a run of jetrl.train"
         )
     return cfg
+
+
+def _marked(file: Path) -> dict[int, str]:
+    """A mark that cannot be read is an error: without it the figures would say something else."""
+    if not file.is_file():
+        return {}
+    try:
+        return {int(step): str(why) for step, why in json.loads(file.read_text()).items()}
+    except (ValueError, AttributeError) as e:
+        raise UserError(f'{file} does not map steps to reasons; give it the form {{"17": "why"}}') from e
 
 
 def _failure(file: Path) -> str | None:

@@ -22,6 +22,7 @@ def picture_css(dark: bool = False) -> str:
         f"svg .grid{{stroke:{tone['grid']};stroke-width:1}}",
         f"svg .axis{{stroke:{tone['axis']};stroke-width:1;fill:none}}",
         "svg .line{fill:none;stroke-width:2;stroke-linejoin:round}",
+        "svg .faint{opacity:.5;stroke-width:1.3}",
         "svg .band{opacity:.18}",
         f"svg rect{{stroke:{tone['page']};stroke-width:.5}}",
     ]

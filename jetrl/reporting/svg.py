@@ -20,7 +20,8 @@ _TOP, _LINE, _PLOT, _RIGHT = 22, 19, 190, 14
 
 @dataclass(frozen=True)
 class Curve:
-    """style: number of the series' colour and dash. low, high: the band, or None."""
+    """style: number of the series' colour and dash. low, high: the band, or None. whole: the last x for which y is the
+    mean over all seeds; the curve goes on faintly behind it. None: to its end."""
 
     label: str
     style: int
@@ -28,6 +29,7 @@ class Curve:
     y: list[float]
     low: list[float] | None = None
     high: list[float] | None = None
+    whole: int | None = None
 
 
 def text_width(text: str, size: float = FONT) -> float:
@@ -213,7 +215,12 @@ def _path(points: list[tuple[float, float]]) -> str:
 
 def _curve(curve: Curve, x_of, y_of) -> str:
     points = _points(curve.x, curve.y, x_of, y_of)
-    line = f'<path class="line c{curve.style}" d="{_path(points)}"/>' if len(points) > 1 else ""
+    # Both parts share the point where they meet, so that the curve has no gap.
+    count = len(points) if curve.whole is None else sum(x <= curve.whole for x in curve.x)
+    parts = ((points[:count], ""), (points[max(count - 1, 0) :], " faint"))
+    line = "".join(
+        f'<path class="line c{curve.style}{kind}" d="{_path(part)}"/>' for part, kind in parts if len(part) > 1
+    )
     if len(curve.x) > 25:
         return line
     dots = []

@@ -46,7 +46,7 @@ def flow_table(table: list[Row]) -> str:
                 row.group.label,
                 str(len(row.group.runs)),
                 share_text(row.before),
-                share_text(row.after),
+                _after(row),
                 best,
                 _difference(row),
             ]
@@ -59,6 +59,11 @@ def flow_table(table: list[Row]) -> str:
     return _table(caption, heads, [[escape(row[0]), *map(_numbers, row[1:])] for row in cells])
 
 
+def _after(row: Row) -> str:
+    fewer = 0 < row.after.count < row.before.count
+    return share_text(row.after) + (f" ({row.after.count} of {row.before.count} seeds)" if fewer else "")
+
+
 def _numbers(text: str) -> str:
     """A number like 1e-6 would break at its hyphen; a cell may break between words only."""
     return " ".join(f"<span class='one'>{escape(word)}</span>" for word in text.split(" "))
@@ -68,6 +73,9 @@ def _difference(row: Row) -> str:
     if row.group.flow == "bf16":
         return "is bf16"
     d = row.difference
+    if d is None and row.paired:
+        error = f" ± {row.paired.error:.3f}" if row.paired.error is not None else ""
+        return f"{row.paired.value:+.3f}{error} in training reward, steps 1 to {row.paired.step}"
     if d is None:
         return "no bf16 run to compare"
     spread = f" ± {d.spread:.3f}" if d.spread is not None else ""
