@@ -98,7 +98,7 @@ def _card(row: Row) -> str:
 def _fewer(row: Row) -> str:
     """The arrow goes from one set of seeds to a smaller one where some broke off before a second validation."""
     after, before = row.after.count, row.before.count
-    return f" <span class='muted'>({after} of {before} seeds)</span>" if after < before else ""
+    return f" <span class='muted one'>({after} of {before} seeds)</span>" if after < before else ""
 
 
 def _states(row: Row) -> str:

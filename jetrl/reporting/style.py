@@ -44,7 +44,7 @@ body{{margin:0 auto;max-width:1280px;padding:16px;font:15px/1.45 {_FONTS};color:
 h1{{font-size:21px;margin:0 0 4px}} h2{{font-size:18px;margin:28px 0 8px}} p{{margin:4px 0}} .muted{{color:var(--muted);font-size:13px}}
 .cards{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,230px),1fr));gap:10px;margin:12px 0}}
 .card,figure{{background:var(--panel);border:1px solid var(--grid);border-radius:8px;padding:10px;margin:0;min-width:0}}
-.card b{{display:block}} .card .big{{font-size:18px;font-weight:600}} .one{{white-space:nowrap}}
+.card b{{display:block}} .card .big{{font-size:18px;font-weight:600}} .big .muted{{font-weight:400}} .one{{white-space:nowrap}}
 .unified{{color:var(--good)}} .not-unified{{color:var(--warn)}} .violated{{color:var(--bad)}} .not-checked{{color:var(--muted)}}
 ul{{margin:6px 0;padding-left:20px}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:12px}}
