@@ -23,6 +23,17 @@ def test_batches_are_shuffled_windows_of_the_text_each_used_once():
     assert not torch.equal(stream.batch(text, 0, 4, 8, seed=4), seen[:4])
 
 
+def test_the_control_starts_one_bf16_step_away_and_computes_as_bf16_does():
+    weights = model.initial_weights(SIZE, LENGTH, 0)
+    other = model.nudged(weights)
+    changed = [name for name in weights if not torch.equal(weights[name].bfloat16(), other[name].bfloat16())]
+    assert changed == ["model.norm.weight"]
+    assert torch.nextafter(torch.tensor(1.0).bfloat16(), torch.tensor(2.0).bfloat16()) == other[changed[0]][0]
+    assert int((weights[changed[0]] != other[changed[0]]).sum()) == 1
+    kinds = [[type(m) for m in model.build(SIZE, LENGTH, v, weights, "cpu").modules()] for v in ("bf16", model.NUDGED)]
+    assert kinds[0] == kinds[1]
+
+
 @pytest.mark.slow
 def test_runs_learn_and_are_compared_with_bf16_of_the_same_seed(tmp_path):
     runs = [train.run(variant, 0, 60, ROWS, LENGTH, "tiny", "cpu", False) for variant in ("bf16", "unified_fp8")]

@@ -11,9 +11,12 @@ from jetrl.small_qwen3 import Size, qwen3_config
 
 from . import stream
 
+# BF16 from weights of which one differs in its last bit: how far two runs come apart that no one calls different.
+NUDGED = "bf16 nudged"
 # Training settings of each variant; "fp32" is the reference of the gradients, not a flow.
 VARIANTS = {
     "bf16": PrecisionAssignment(),
+    NUDGED: PrecisionAssignment(),
     "unified_fp8": PrecisionAssignment(linear="fp8"),
     "unified_fp8_pow2": PrecisionAssignment(linear="fp8", scale_format="pow2"),
     "unified_fp8 wgrad=bf16": PrecisionAssignment(linear="fp8", wgrad="bf16"),
@@ -36,13 +39,20 @@ def initial_weights(size: Size, length: int, seed: int) -> dict[str, torch.Tenso
     return {name: weight.float() for name, weight in Qwen3ForCausalLM(config(size, length)).state_dict().items()}
 
 
+def nudged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with the first weight of the final norm, 1 at the start, one BF16 step higher."""
+    norm = weights["model.norm.weight"].clone()
+    norm[0] += 2**-7
+    return {**weights, "model.norm.weight": norm}
+
+
 def build(size: Size, length: int, variant: str, weights: dict[str, torch.Tensor], device: str) -> nn.Module:
     """A Hugging Face Qwen3 in BF16 ("fp32": float32) with bf16(weights), converted by jetrl as the variant says."""
     dtype = torch.float32 if variant == "fp32" else torch.bfloat16
     with torch.device(device):
         model = Qwen3ForCausalLM(config(size, length)).to(dtype)
     model.load_state_dict({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
-    if variant not in ("fp32", "bf16"):
+    if variant not in ("fp32", "bf16", NUDGED):
         report = convert(model, build_training_graph(model, VARIANTS[variant]), weight_cache="micro_batch")
         print(f"{variant}: {report}", flush=True)
     return model.train()

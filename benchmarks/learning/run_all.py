@@ -1,9 +1,9 @@
 """All runs of the learning comparison as concurrent processes on one GPU, then the report.
 
-    python -m benchmarks.learning.run_all --out FOLDER [--at-once 6] [--steps 600] [--until SECONDS]
+    python -m benchmarks.learning.run_all --out FOLDER [--seeds 3] [--variants NAME ...] [--at-once 6] [--steps 600] [--until SECONDS]
 
-Three seeds of BF16 and of both scale formats; once each the other ways to get weight gradients. Processes share the GPU in
-time slices, so their seconds say nothing about speed; losses do not depend on it.
+Some seeds of BF16, of both scale formats and of the control (BF16 from a start that differs in one bit); once each the other ways to get weight
+gradients. Processes share the GPU in time slices, so their seconds say nothing about speed; losses do not depend on it.
 """
 
 import argparse
@@ -13,21 +13,23 @@ import time
 from pathlib import Path
 
 from . import report
-from .model import VARIANTS
+from .model import NUDGED, VARIANTS
 
-SEEDS = (0, 1, 2)
-REPEATED = ("bf16", "unified_fp8", "unified_fp8_pow2")
+REPEATED = ("bf16", "unified_fp8", "unified_fp8_pow2", NUDGED)
 
 
-def plan(direction: bool) -> list[tuple[str, int, bool]]:
+def plan(direction: bool, seeds: int, variants: list[str]) -> list[tuple[str, int, bool]]:
     """(variant, seed, whether gradients are compared), the repeated variants first."""
-    runs = [(v, seed, direction and (v, seed) == ("unified_fp8", 0)) for seed in SEEDS for v in REPEATED]
-    return runs + [(variant, 0, False) for variant in VARIANTS if variant not in REPEATED]
+    repeated = [v for v in REPEATED if v in variants]
+    runs = [(v, seed, direction and (v, seed) == ("unified_fp8", 0)) for seed in range(seeds) for v in repeated]
+    return runs + [(variant, 0, False) for variant in variants if variant not in REPEATED]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3, help="of the repeated variants")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--size", default="full")
@@ -39,7 +41,7 @@ def main() -> None:
     runs, logs = a.out / "runs", a.out / "logs"
     for folder in (runs, logs):
         folder.mkdir(parents=True, exist_ok=True)
-    waiting, running, began, failed = plan(not a.no_direction), [], time.monotonic(), []
+    waiting, running, began, failed = plan(not a.no_direction, a.seeds, a.variants), [], time.monotonic(), []
     while waiting or running:
         for process, name, log in list(running):
             if process.poll() is not None:

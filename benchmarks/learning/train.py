@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from . import gradients, stream
-from .model import SIZES, VARIANTS, build, initial_weights, loss
+from .model import NUDGED, SIZES, VARIANTS, build, initial_weights, loss, nudged
 
 PEAK_LR, RAMP = 8e-4, 50
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -115,6 +115,7 @@ def run(
     size = SIZES[size_name]
     train, held_out, digest = stream.load()
     weights = initial_weights(size, length, seed)
+    weights = nudged(weights) if variant == NUDGED else weights
     probe = stream.batch(held_out, 0, rows, length, 0).to(device)
     found = {"start": gradients.compare(size, length, weights, probe)} if direction else {}
     model = build(size, length, variant, weights, device)
