@@ -10,6 +10,7 @@ from torch import nn
 
 from jetrl.convert import convert
 from jetrl.errors import UserError
+from jetrl.fusion import recognise
 from jetrl.fusion.norm import rms_norm
 from jetrl.precision.build_hf import build_training_graph, declare_from_config
 from jetrl.precision.trainer_kernels import trainer_kernels
@@ -92,10 +93,17 @@ def test_a_norm_that_computes_something_else_stays_and_the_report_says_so():
     assert "1 norms not shared with the rollout (it computes something else: model.norm)" in str(report)
 
 
-def test_recognition_leaves_the_random_state_alone():
-    model = build_model("qwen3")
+def test_recognition_leaves_the_random_state_of_every_device_alone(monkeypatch):
+    monkeypatch.setattr(recognise, "_verdicts", {})  # an earlier test's verdict would save it the small layer
+    seeded, seed_gpus = [], torch.cuda.manual_seed_all
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: (seeded.append(seed), seed_gpus(seed)))
+    torch.manual_seed(7)
+    assert seeded == [7]  # how torch seeds the GPUs, which shows here also where there is none
+    model = build_model("qwen3", seed=8)
+    seeded.clear()
     state = torch.get_rng_state()
     convert(model, build_training_graph(model, assignment()))
+    assert recognise._verdicts and seeded == []
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -112,9 +112,11 @@ def _compare(cls: type, index: int, config) -> str | None:
     for name, value in SMALL.items():
         setattr(small, name, value)
     small._attn_implementation = "eager"
-    # The caller's random state is part of a resumable job.
+    # The caller's random state is part of a resumable job. torch.manual_seed would seed the GPUs too, which fork_rng
+    # does not put back: the optimizer's rounding would start from this seed in the first engine of a process, and from
+    # the job's own in later ones, which find the verdict kept.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         try:
             layer = cls(small, index).to(torch.float32).eval()
         except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as e:
