@@ -32,11 +32,24 @@ class StochasticAdamW(_AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         """torchao compiles the update of one parameter. On a CPU it runs as it is: a compiler may be missing there."""
+        self._counts_to_cpu()
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         if all(p.device.type == "cpu" for p in parameters):
             with torch.compiler.set_stance("force_eager"):
                 return super().step(closure)
         return super().step(closure)
+
+    def _counts_to_cpu(self) -> None:
+        """Where torchao makes the counts of steps. VeRL's offloading brings them back on the GPU with the rest of the state.
+
+        A bias correction made there, and a division by it, round otherwise (CUDA multiplies by a CPU number's reciprocal):
+        a job that offloads its optimizer would make other weights than one that does not, and compile each update twice.
+        """
+        moved = [s for s in self.state.values() if "step" in s and s["step"].device.type != "cpu"]
+        if moved:
+            # One wait for the GPU, not one for each parameter.
+            for state, count in zip(moved, torch.stack([s["step"] for s in moved]).cpu().unbind(), strict=True):
+                state["step"] = count.clone()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """torch.optim casts loaded moments to the parameter's dtype: a resumed job would go on with rounded ones."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torchao.optim
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jetrl.optimizer import StochasticAdamW
 
@@ -113,3 +114,17 @@ def test_a_resumed_optimizer_goes_on_bit_by_bit(tmp_path):
     gradients.set_state(grad_state)
     train(other, optimizer, gradients, 2)
     assert not torch.equal(other.detach(), straight)
+
+
+def test_counts_that_offloading_brought_back_on_the_gpu_are_used_on_the_cpu():
+    """Fake tensors are on a GPU without one, and have no values: tests/gpu/test_optimizer_offload.py compares the bits."""
+    with FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2)]
+        optimizer = StochasticAdamW(weights)
+        for device in ("cpu", "cuda", "cuda"):
+            for w in weights:
+                w.grad = torch.ones_like(w)
+                if w in optimizer.state:
+                    optimizer.state[w]["step"] = optimizer.state[w]["step"].to(device)
+            optimizer.step()
+            assert [optimizer.state[w]["step"].device.type for w in weights] == ["cpu", "cpu"]
