@@ -66,8 +66,9 @@ def run(
             out = engine.train_batch(data, mean_log_prob_loss)
         synchronize()
         seconds.append(round(time.perf_counter() - began, 3))
-        losses.append(sum(out["loss"]))
-        norms.append(out["metrics"]["grad_norm"])
+        if engine.is_mp_src_rank_with_outputs():  # one rank of a sequence-parallel group: the others have no metrics
+            losses.append(sum(out["loss"]))
+            norms.append(out["metrics"]["grad_norm"])
     return {
         "losses": losses,
         "grad_norms": norms,
@@ -226,8 +227,8 @@ def rank_main(rank: int, world: int, port: int, folder: str, out: str, strategie
             results[name] = function(folder, **options)
         except Exception:  # noqa: BLE001  (one case that fails must not lose the others)
             results[name] = {"error": traceback.format_exc()}
-            if rank == 0:
-                print(results[name]["error"], flush=True)
+            # Of every rank: where one fails alone, the others only wait for it.
+            print(f"rank {rank}, {name}: {results[name]['error']}", flush=True)
         if ON_GPU:
             torch.cuda.empty_cache()
         plain = results.get(" ".join(name.split()[:3]) + " deterministic")
