@@ -1,0 +1,45 @@
+"""After jetrl.warm no forward or backward of the job's shapes compiles a DeepGEMM kernel, whatever the number of rows."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jetrl import warm
+from jetrl.precision.flow import PrecisionAssignment
+from jetrl.precision.gemm_shapes import products
+
+pytestmark = pytest.mark.gpu
+MOST_ROWS = 2048
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 128,
+}  # fmt: skip
+# In a process of its own: DeepGEMM reads where its cache is when it is imported.
+PASSES = f"""
+import random, torch, jetrl_kernels.ops
+from jetrl.linear import fp8_linear
+from jetrl.precision.formats import LinearFormat
+random.seed(0)
+layers = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, k in {{shapes}}]
+for rows in [1, 33, 64, 65, {MOST_ROWS}, *(random.randint(1, {MOST_ROWS}) for _ in range(60))]:
+    for weight in layers:
+        x = torch.randn(rows, weight.shape[1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        fp8_linear(x, weight, None, LinearFormat.fp8_blockwise("fp32")).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def test_nothing_is_compiled_after_the_warm_up(tmp_path, monkeypatch):
+    if warm._backend("auto") != "deepgemm":
+        pytest.skip("DeepGEMM is not installed")
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
+    fp8 = PrecisionAssignment(linear="fp8")
+    found = products(CONFIG, fp8, fp8, MOST_ROWS, MOST_ROWS, 1)
+    warm.compile_all(found, len(os.sched_getaffinity(0)), "cuda")
+    compiled = warm._kernels(tmp_path)
+    assert compiled >= len({(p.n, p.k) for p in found})
+    shapes = [(p.n, p.k) for p in found if p.weight_gradient]
+    subprocess.run([sys.executable, "-c", PASSES.format(shapes=shapes)], check=True)
+    assert warm._kernels(tmp_path) == compiled
