@@ -1,8 +1,8 @@
 """`python -m jetrl.warm`: compile a job's GEMM kernels before it runs.
 
-DeepGEMM compiles a kernel when it is first needed, for 3 to 5 s each, in the middle of a rollout or an update: on an H200 a
-first step took 7 s longer than BF16's and single later steps, in which a batch had a size for the first time, 5 to 28 s longer. The
-kernels are kept on disk (DG_JIT_CACHE_DIR, else ~/.deep_gemm), so one run of this command serves every later job of that shape.
+DeepGEMM compiles a kernel when it is first needed, for 3 to 5 s each, in the middle of a rollout or an update: single steps of FP8
+jobs, by inference those in which a batch had a size for the first time, took 7 to 28 s longer on an H200. The kernels are kept on
+disk (DG_JIT_CACHE_DIR, else ~/.deep_gemm), so one run of this command serves every later job of that shape.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -53,7 +54,9 @@ def _run(argv: list[str]) -> int:
     found, gemm = plan(words)
     backend = _backend(gemm)
     if backend != "deepgemm":
-        print(f"nothing to compile: the GEMM backend is {backend} here, which needs no compiler")
+        print(
+            f"nothing to compile beforehand: the GEMM backend is {backend} here, and this compiles DeepGEMM's kernels"
+        )
         return 0
     cache = Path(os.environ.get("DG_JIT_CACHE_DIR") or Path.home() / ".deep_gemm")
     before, began = _kernels(cache), time.monotonic()
@@ -67,6 +70,7 @@ def _run(argv: list[str]) -> int:
 def plan(words: list[str]):
     """(products of the job that the words make, its key `gemm`). Raises UserError where it has none."""
     from jetrl.check import compose_jetrl, compose_verl
+    from jetrl.launch.model_files import check_sizes
     from jetrl.precision.architectures import load_config
     from jetrl.precision.gemm_shapes import products
     from jetrl.precision.job import read_job
@@ -75,11 +79,34 @@ def plan(words: list[str]):
     cfg = compose_verl(words[1:]) if words and words[0] == "verl" else compose_jetrl(words)
     job = read_job(cfg)
     hf_config = load_config(job.model_path)[0].to_dict()
-    batched = cfg.actor_rollout_ref.rollout.max_num_batched_tokens
-    found = products(hf_config, job.train, job.rollout, job.micro_batch_tokens, batched, job.tensor_parallel)
+    check_sizes(hf_config)
+    batched, tokens = batched_tokens(cfg), max(job.micro_batch_tokens, log_prob_tokens(cfg))
+    found = products(hf_config, job.train, job.rollout, tokens, batched, job.tensor_parallel)
     if not found:
         raise UserError(f"precision={job.flow} has no FP8 products of jetrl's; choose unified_fp8, or another FP8 flow")
     return found, engine_settings(cfg.actor_rollout_ref.model.override_config).gemm
+
+
+def batched_tokens(cfg) -> int:
+    """The most rows of a rollout's step."""
+    from jetrl.precision.job import whole_number
+
+    own = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_batched_tokens"  # VeRL gives it precedence
+    return whole_number(cfg, own, "actor_rollout_ref.rollout.max_num_batched_tokens")
+
+
+def log_prob_tokens(cfg) -> int:
+    """The most rows of a micro-batch of old log-probs or of the reference, which have limits of their own."""
+    from jetrl.precision.job import whole_number
+
+    sequence, most = int(cfg.data.max_prompt_length) + int(cfg.data.max_response_length), 1
+    for role in ("rollout", "ref"):
+        key = f"actor_rollout_ref.{role}.log_prob_"
+        if cfg.actor_rollout_ref[role].log_prob_use_dynamic_bsz:
+            most = max(most, whole_number(cfg, f"{key}max_token_len_per_gpu"))
+        elif cfg.actor_rollout_ref[role].log_prob_micro_batch_size_per_gpu is not None:
+            most = max(most, sequence * whole_number(cfg, f"{key}micro_batch_size_per_gpu"))
+    return most
 
 
 def _backend(gemm: str) -> str:
@@ -104,11 +131,16 @@ def compile_all(found: list, processes: int, device: str) -> None:
         while waiting and len(running) < processes:
             product = waiting.pop(0)
             command = [sys.executable, "-m", "jetrl.gemm_warmup", device, product]
-            running[subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)] = product
+            errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads holds 64 KiB, then the process waits
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+            running[process] = product, errors
         for process in [p for p in running if p.poll() is not None]:
-            product, text = running.pop(process), process.stderr.read()
+            product, errors = running.pop(process)
+            with errors:
+                errors.seek(0)
+                last = (errors.read().strip().splitlines() or ["no message"])[-1]
             if process.returncode:
-                failed.append(f"{product}: {(text.strip().splitlines() or ['no message'])[-1]}")
+                failed.append(f"{product}: {last}")
         time.sleep(0.05)
     if failed:
         raise JobError(f"{len(failed)} of {len(found)} products did not compile ({failed[0]})")

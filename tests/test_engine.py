@@ -172,7 +172,7 @@ def test_only_a_rollout_that_takes_fp8_weights_is_sent_bundles(folder, monkeypat
     engine = build_engine(folder, jetrl_flow=flow)
     graph = declare_from_config(build_model("qwen3").config, load_flow(flow).rollout)
     answer = WorkerReport("vllm_server_0_0", 0, "a", graph.digest(), graph.to_dict(), versions(), ("bf16", "fp8"))
-    monkeypatch.setattr("jetrl.integrations.verl.handshake.ask_rollout", lambda known, token: [answer])
+    monkeypatch.setattr("jetrl.integrations.verl.handshake.ask_rollout", lambda known: [answer])
     sent = dict(engine.get_per_tensor_param()[0])
     state = dict(build_model("qwen3").state_dict())
     if flow == "unified_fp8":

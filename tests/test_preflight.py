@@ -35,6 +35,12 @@ QWEN25_7B = {
 }
 
 
+FREQUENT = {
+    "trainer.v1.sampler.custom_sampler.path": "pkg://jetrl.integrations.verl.replay_buffer",
+    "trainer.v1.sampler.custom_sampler.name": "FrequentReplayBuffer",
+}
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return composed(tmp_path_factory.mktemp("base"))
@@ -64,6 +70,10 @@ def refusal(cfg):
         preflight.check(cfg)
     assert "\n" not in str(e.value)
     return str(e.value)
+
+
+def test_a_job_without_a_sampler_group_passes(job):
+    preflight.check(job({"trainer.v1.sampler.custom_sampler": None}))
 
 
 def test_a_good_job_passes_and_nothing_is_written(job, tmp_path):
@@ -98,9 +108,10 @@ def test_an_empty_list_of_devices_is_refused_for_rays_imaginary_gpu(job, monkeyp
         ({"trainer.max_actor_ckpt_to_keep": 1}, ["trainer.max_actor_ckpt_to_keep=1"]),
         ({"actor_rollout_ref.actor.checkpoint.async_save": True}, ["async_save=True"]),
         (
-            {"trainer.v1.sampler.custom_sampler.name": "FrequentReplayBuffer", "algorithm.filter_groups.enable": True},
+            {**FREQUENT, "algorithm.filter_groups.enable": True},
             ["filter_groups.enable=True", "custom_sampler.name=FrequentReplayBuffer"],
         ),
+        ({**FREQUENT, "trainer.v1.sampler.sync_refill_failed_groups": True}, ["sync_refill_failed_groups=True"]),
         ({f"{ROLLOUT}.quantization": "fp8"}, ["rollout.quantization=fp8", "precision=fp8_vllm"]),
         ({f"{VLLM}.quantization": None}, ["quantization=None", "needs jetrl"]),
         ({f"{VLLM}.additional_config.jetrl_flow": "unified_fp8_pow2"}, ["unified_fp8_pow2", "give both the same"]),

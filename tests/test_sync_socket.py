@@ -13,7 +13,9 @@ from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transf
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from jetrl.errors import JobError
+from jetrl.integrations.protocol import SOCKET_METHOD
 from jetrl.integrations.verl import sync_socket
+from jetrl.integrations.verl.sync_watch import RECEIVE_METHOD
 from jetrl.integrations.vllm import handshake
 
 # As long as Ray's, whose first is 01000000 in every instance; not that one, for a real job may run beside the tests.
@@ -23,16 +25,16 @@ JOB = uuid.uuid4().hex[:8]
 @pytest.fixture
 def stock_sender():
     """VeRL's class as it is after this module's installs are taken back."""
-    before = transfer.BucketedWeightSender.__init__
+    before = transfer.BucketedWeightSender.__init__, sync_socket.ServerAdapter._execute_method
     yield transfer.BucketedWeightSender
-    transfer.BucketedWeightSender.__init__ = before
+    transfer.BucketedWeightSender.__init__, sync_socket.ServerAdapter._execute_method = before
 
 
 @pytest.fixture(autouse=True)
 def job(monkeypatch):
     monkeypatch.setenv("VERL_RAY_JOB_ID", JOB)
     monkeypatch.setattr(handshake, "_stock_job", JOB)
-    monkeypatch.setattr(handshake, "_graph_of", lambda *_: (None, "a digest"))  # of no model: not what is tested
+    handshake.install()
     monkeypatch.setattr(
         sync_socket.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: JOB), raising=True
     )
@@ -43,13 +45,25 @@ def rollout_handle(rank: int = 0) -> str:
     return vLLMColocateWorkerExtension._get_zmq_handle(SimpleNamespace(local_rank=rank, model_runner=None))
 
 
-def tell(token: str) -> None:
-    """The part of the handshake that brings a worker the token."""
-    worker = SimpleNamespace(
-        vllm_config=SimpleNamespace(quant_config=None, speculative_config=None), rank=0,
-        model_runner=SimpleNamespace(model=torch.nn.Module()), get_model=torch.nn.Module,
-    )  # fmt: skip
-    handshake.report(worker, ["a digest"], token)
+def receive_asked_for(token: str) -> list[str]:
+    """VeRL's sender asks its rollout to receive; the worker's own method answers. Returns the methods that were called."""
+    called = []
+
+    class Server:
+        class collective_rpc:  # noqa: N801  (a Ray actor's method)
+            @staticmethod
+            def remote(method, timeout, args, kwargs):
+                called.append(method)
+                if method == SOCKET_METHOD:
+                    getattr(handshake.WorkerBase, method)(None, *args)
+                future = asyncio.get_running_loop().create_future()
+                future.set_result(None)
+                return future
+
+    adapter = SimpleNamespace(_ensure_server_handle=lambda: True, server_handle=Server)
+    sync_socket.install(token)
+    asyncio.run(sync_socket.ServerAdapter._execute_method(adapter, RECEIVE_METHOD, non_block=True))
+    return called
 
 
 def another_sender(handle: str, taken: list) -> None:
@@ -72,14 +86,13 @@ def test_trainer_and_rollout_of_a_run_agree_on_a_name_of_their_own(stock_sender)
     assert f"-{JOB}-" in stock
     names = {stock}
     for token in ("a1", "b2"):
-        sync_socket.install(token)
-        tell(token)
+        assert receive_asked_for(token) == [SOCKET_METHOD, RECEIVE_METHOD]
         assert stock_sender(stock).zmq_handle == rollout_handle(rank=3)
         names.add(rollout_handle(rank=3))
         assert len(rollout_handle(rank=3).removeprefix("ipc://")) < 108  # a Unix socket's name
     assert len(names) == 3
-    tell("b2")
-    assert rollout_handle(rank=3) in names  # asked again before every sync, the name does not grow
+    receive_asked_for("b2")
+    assert rollout_handle(rank=3) in names  # told again at every sync, the name does not grow
 
 
 def test_a_rollout_takes_its_own_trainers_weights_while_another_job_sends(stock_sender, monkeypatch):
@@ -90,8 +103,7 @@ def test_a_rollout_takes_its_own_trainers_weights_while_another_job_sends(stock_
     stock = rollout_handle()
     another = threading.Thread(target=another_sender, args=(stock, taken := []))
     another.start()
-    sync_socket.install("mine")
-    tell("mine")
+    receive_asked_for("mine")
     received = {}
     receiver = transfer.BucketedWeightReceiver(rollout_handle(), torch.device("cpu"), use_shm=True)
     thread = threading.Thread(

@@ -53,6 +53,20 @@ def test_a_receiver_that_failed_ends_the_wait_with_its_own_words(pair, monkeypat
     watched.close()
 
 
+def test_a_receiver_that_never_comes_ends_the_first_message_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(sync_watch, "POLL_MILLISECONDS", 20)
+    context = zmq.Context()
+    sender = context.socket(zmq.REQ)
+    sender.bind(f"ipc://{tmp_path}/s")
+    reasons = iter([None, None, "EngineDeadError: killed"])
+    with pytest.raises(JobError, match=r"weight sync failed: .*\(EngineDeadError: killed\)"):
+        WatchedSocket(sender, lambda: next(reasons)).send_pyobj("handle")
+    monkeypatch.setattr(sync_watch, "CONNECT_SECONDS", 0.1)
+    with pytest.raises(JobError, match=f"no rollout worker came to ipc://{tmp_path}/s within 0 s"):
+        WatchedSocket(sender, lambda: None).send_pyobj("handle")
+    context.destroy(linger=0)
+
+
 def test_the_two_methods_of_verl_are_there_and_wrapped_once():
     sync_watch.install()
     first = sync_watch.ServerAdapter._execute_method, sync_watch.BucketedWeightSender._init_socket

@@ -10,6 +10,8 @@ from jetrl import gemm_warmup, warm
 from jetrl.precision.flow import PrecisionAssignment
 from jetrl.precision.gemm_shapes import Product, matrices, products
 
+ROLLOUT = "actor_rollout_ref.rollout"
+WORDS = ["model=qwen3-8b", "precision=unified_fp8", "hardware=1gpu"]
 FP8, BF16 = PrecisionAssignment(linear="fp8"), PrecisionAssignment()
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
@@ -23,14 +25,21 @@ def test_every_part_of_a_merged_matrix_is_padded_by_itself():
     assert matrices(SMOLLM2, merged=False) == [(640, 640), (256, 640), (1536, 640), (640, 640), (640, 1536)]
 
 
+def job(*words):
+    return warm.plan([*WORDS, *words])[0]
+
+
 def test_products_of_the_job_that_the_words_make():
-    found, gemm = warm.plan(["model=qwen3-8b", "precision=unified_fp8", "hardware=1gpu"])
-    assert gemm == "auto"
-    forward = {(6144, 4096), (24576, 4096), (4096, 4096), (4096, 12288)}
-    gradients = {(k, n) for n, k in forward}
-    assert {(p.n, p.k) for p in found if not p.weight_gradient} == forward | gradients
-    assert {(p.n, p.k) for p in found if p.weight_gradient} == forward
+    found = job()
+    forward = {(6144, 4096), (24576, 4096), (4096, 4096), (4096, 12288)} | {(1024, 4096), (12288, 4096)}
+    assert {(p.n, p.k) for p in found} == forward | {(k, n) for n, k in forward}
     assert {p.most_rows for p in found} == {16384}  # a micro-batch; a rollout's step has 8192
+
+
+def test_the_most_rows_are_those_of_the_phase_that_has_most():
+    assert {p.most_rows for p in job(f"{ROLLOUT}.log_prob_max_token_len_per_gpu=65536")} == {65536}
+    own = {(p.n, p.k): p.most_rows for p in job(f"+{ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens=32768")}
+    assert own[6144, 4096] == 32768 and own[4096, 6144] == 16384  # vLLM has no input gradients
 
 
 def test_a_rollout_alone_has_its_shards_and_its_own_number_of_rows():
@@ -46,8 +55,7 @@ def test_rows_are_every_multiple_of_64_and_the_last():
     assert Product(128, 128, 40).rows() == [40]
 
 
-@pytest.mark.parametrize(("product", "runs"), [(Product(256, 128, 200), 4), (Product(256, 128, 200, True), 2)])
-def test_a_product_runs_through_jetrls_own_operators(product, runs, monkeypatch):
+def test_a_product_runs_through_jetrls_own_operators(monkeypatch):
     shapes = []
     whole = torch.ops.jetrl.gemm_nt
 
@@ -56,10 +64,8 @@ def test_a_product_runs_through_jetrls_own_operators(product, runs, monkeypatch)
         return whole(a, a_scale, b, b_scale, dtype)
 
     monkeypatch.setattr(torch.ops.jetrl, "gemm_nt", noted, raising=False)
-    assert gemm_warmup.run(product, "cpu") == runs
-    rows = [256] if product.weight_gradient else [64, 128, 192, 200]
-    columns, contracted = (128, 128) if product.weight_gradient else (256, 128)
-    assert shapes == [(m, columns, contracted) for m in rows]
+    assert gemm_warmup.run(Product(256, 128, 200), "cpu") == 4
+    assert shapes == [(rows, 256, 128) for rows in (64, 128, 192, 200)]
 
 
 def test_a_product_that_fails_is_named_with_its_reason(monkeypatch):
@@ -74,6 +80,8 @@ def test_a_product_that_fails_is_named_with_its_reason(monkeypatch):
         (["--processes", "0"], ["--processes=0"]),
         (["--nope"], ["--nope is unknown"]),
         (["precision=unified_fp8", "hardware=cpu"], ["no GPU is visible"]),
+        ([*WORDS, f"{ROLLOUT}.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3 does not divide"]),
+        ([*WORDS, f"{ROLLOUT}.max_num_batched_tokens=null"], ["max_num_batched_tokens=None must be a whole number"]),
     ],
 )
 def test_what_it_refuses_is_one_sentence(words, parts, capsys):
@@ -85,5 +93,5 @@ def test_what_it_refuses_is_one_sentence(words, parts, capsys):
 
 
 def test_products_go_to_their_processes_as_json():
-    product = Product(256, 128, 64, True)
+    product = Product(256, 128, 64)
     assert Product(**json.loads(json.dumps(warm.asdict(product)))) == product

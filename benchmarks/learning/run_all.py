@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--no-direction", action="store_true", help="leave the gradients' directions out")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further run is started")
     a = parser.parse_args()
+    if "bf16" not in a.variants:
+        parser.error("--variants must name bf16, which the others are compared with")
     runs, logs = a.out / "runs", a.out / "logs"
     for folder in (runs, logs):
         folder.mkdir(parents=True, exist_ok=True)

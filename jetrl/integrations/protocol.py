@@ -2,8 +2,9 @@
 
 import importlib.metadata
 
-# The method of a vLLM worker that the trainer calls by name.
+# The methods of a vLLM worker that the trainer calls by name.
 REPORT_METHOD = "jetrl_report"
+SOCKET_METHOD = "jetrl_name_socket"
 
 
 def socket_job(job: str, token: str) -> str:

@@ -110,12 +110,13 @@ def _check_trainer(cfg: DictConfig) -> None:
             "actor_rollout_ref.actor.checkpoint.async_save=True is not supported: a checkpoint could not be marked whole; "
             "set it to False"
         )
-    sampler = cfg.trainer.v1.sampler.custom_sampler.name
-    if sampler and OmegaConf.select(cfg, "algorithm.filter_groups.enable"):
-        raise UserError(
-            f"algorithm.filter_groups.enable=True does nothing with trainer.v1.sampler.custom_sampler.name={sampler}: VeRL gives "
-            "a custom sampler no filter settings; set trainer.v1.sampler.custom_sampler.path and name to null"
-        )
+    sampler = [OmegaConf.select(cfg, f"trainer.v1.sampler.custom_sampler.{key}") for key in ("path", "name")]
+    for key in ("algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"):
+        if all(sampler) and OmegaConf.select(cfg, key):
+            raise UserError(
+                f"{key}=True does nothing with trainer.v1.sampler.custom_sampler.name={sampler[1]}: VeRL gives a custom sampler "
+                "no such setting; set trainer.v1.sampler.custom_sampler.path and name to null"
+            )
     fixed = {
         "checkpoint_callback_class": "jetrl.launch.checkpoints.MarkWholeCallback",
         "max_actor_ckpt_to_keep": None,

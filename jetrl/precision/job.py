@@ -105,14 +105,14 @@ def read_job(cfg: DictConfig) -> Job:
         prompt_tokens=int(cfg.data.max_prompt_length),
         response_tokens=int(cfg.data.max_response_length),
         micro_batch_tokens=_micro_batch_tokens(cfg),
-        max_sequences=_whole(cfg, "actor_rollout_ref.rollout.max_num_seqs"),
+        max_sequences=whole_number(cfg, "actor_rollout_ref.rollout.max_num_seqs"),
         checkpointing=bool(model.enable_gradient_checkpointing),
         device=str(cfg.trainer.device),
         notes=tuple(notes),
     )
 
 
-def _whole(cfg: DictConfig, *keys: str) -> int:
+def whole_number(cfg: DictConfig, *keys: str) -> int:
     """The first of the keys that has a value, which must be a whole number of at least 1."""
     key = next((key for key in keys if OmegaConf.select(cfg, key) is not None), keys[0])
     value = OmegaConf.select(cfg, key)
@@ -178,7 +178,7 @@ def _micro_batch_tokens(cfg: DictConfig) -> int:
     actor = cfg.actor_rollout_ref.actor
     sequence = int(cfg.data.max_prompt_length) + int(cfg.data.max_response_length)
     if actor.use_dynamic_bsz:
-        return _whole(cfg, f"{key}.ppo_max_token_len_per_gpu")
+        return whole_number(cfg, f"{key}.ppo_max_token_len_per_gpu")
     if actor.ppo_micro_batch_size_per_gpu is None and actor.ppo_micro_batch_size is None:
         return sequence
-    return _whole(cfg, f"{key}.ppo_micro_batch_size_per_gpu", f"{key}.ppo_micro_batch_size") * sequence
+    return whole_number(cfg, f"{key}.ppo_micro_batch_size_per_gpu", f"{key}.ppo_micro_batch_size") * sequence

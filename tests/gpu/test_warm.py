@@ -8,7 +8,7 @@ import pytest
 
 from jetrl import warm
 from jetrl.precision.flow import PrecisionAssignment
-from jetrl.precision.gemm_shapes import products
+from jetrl.precision.gemm_shapes import matrices, products
 
 pytestmark = pytest.mark.gpu
 MOST_ROWS = 2048
@@ -40,6 +40,6 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path, monkeypatch):
     warm.compile_all(found, len(os.sched_getaffinity(0)), "cuda")
     compiled = warm._kernels(tmp_path)
     assert compiled >= len({(p.n, p.k) for p in found})
-    shapes = [(p.n, p.k) for p in found if p.weight_gradient]
+    shapes = [*matrices(CONFIG), *matrices(CONFIG, merged=False)]
     subprocess.run([sys.executable, "-c", PASSES.format(shapes=shapes)], check=True)
     assert warm._kernels(tmp_path) == compiled

@@ -61,7 +61,7 @@ class RolloutHandshake:
         verdict: list = ["rank 0 failed while it compared precision graphs; the log has its error", {}, None]
         try:
             if torch.distributed.get_rank() == 0:
-                self._compare(ask_rollout(list(self._graphs), self.sync_token))
+                self._compare(ask_rollout(list(self._graphs)))
                 verdict = [None, self.fp8_weights, self.sync_token]
         except JobError as e:
             verdict[0] = str(e)
@@ -112,26 +112,22 @@ class RolloutHandshake:
                     )
 
 
-def ask_rollout(known_digests: list[str], sync_token: str) -> list[WorkerReport]:
-    """Every worker of every rollout server of this Ray namespace, which also learns the run's `sync_token`.
-
-    Raises JobError when one does not answer.
-    """
+def ask_rollout(known_digests: list[str]) -> list[WorkerReport]:
+    """Every worker of every rollout server of this Ray namespace. Raises JobError when one does not answer."""
     names = sorted(name for name in list_named_actors() if _SERVER_NAME.fullmatch(name))
     if not names:
         raise JobError("no vLLM rollout server was found to compare precision graphs with")
     reports = []
     for name in names:
-        for answer in _ask_server(name, known_digests, sync_token):
+        for answer in _ask_server(name, known_digests):
             reports.append(WorkerReport(server=name, **answer))
     return reports
 
 
-def _ask_server(name: str, *question) -> list[dict]:
-    """question: the arguments of the worker's report."""
+def _ask_server(name: str, known_digests: list[str]) -> list[dict]:
     server = ray.get_actor(name)
     try:
-        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD, question), timeout=TIMEOUT_SECONDS)
+        ray.get(server.__ray_call__.remote(_start_report, REPORT_METHOD, known_digests), timeout=TIMEOUT_SECONDS)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             answers = ray.get(server.__ray_call__.remote(_collect_report), timeout=TIMEOUT_SECONDS)
@@ -152,11 +148,11 @@ def last_line(error: Exception) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
-def _start_report(server, method: str, question: tuple) -> None:
+def _start_report(server, method: str, known_digests: list[str]) -> None:
     """Runs inside the rollout server, in a thread of its own; the engine lives in the event loop of its output handler."""
     loop = server.engine.output_handler.get_loop()
     server.jetrl_report = asyncio.run_coroutine_threadsafe(
-        server.engine.collective_rpc(method=method, args=question), loop
+        server.engine.collective_rpc(method=method, args=(known_digests,)), loop
     )
 
 

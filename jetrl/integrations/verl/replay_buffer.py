@@ -7,8 +7,8 @@ configuration no key for it; a sampler of one's own is VeRL's hook:
     trainer.v1.sampler.custom_sampler.path=pkg://jetrl.integrations.verl.replay_buffer
     trainer.v1.sampler.custom_sampler.name=FrequentReplayBuffer
 
-VeRL gives such a sampler no settings of `algorithm.filter_groups`; jetrl.train refuses the two together. VeRL 0.9.1; it can go
-when VeRL makes the interval a key.
+VeRL gives such a sampler neither the settings of `algorithm.filter_groups` nor `sync_refill_failed_groups`, and jetrl.train
+refuses those beside it. For the synchronous trainer alone. VeRL 0.9.1; it can go when VeRL makes the interval a key.
 """
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer

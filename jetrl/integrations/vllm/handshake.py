@@ -2,7 +2,7 @@
 
 The channel: VeRL's rollout is a Ray actor around vLLM's AsyncLLM; the trainer asks that engine for a collective RPC named
 REPORT_METHOD, and every worker process answers for itself. vLLM's hook for extra worker methods, `worker_extension_cls`,
-takes one class and VeRL already uses it, so the plug-in adds the one method to vLLM's worker base class (vLLM 0.24 seen).
+takes one class and VeRL already uses it, so the plug-in adds its methods to vLLM's worker base class (vLLM 0.24 seen).
 It can go when vLLM accepts several worker extensions.
 """
 
@@ -13,7 +13,7 @@ import uuid
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
-from jetrl.integrations.protocol import REPORT_METHOD, socket_job, versions
+from jetrl.integrations.protocol import REPORT_METHOD, SOCKET_METHOD, socket_job, versions
 from jetrl.integrations.vllm import refit_plan
 from jetrl.precision.build_vllm import build_rollout_graph
 from jetrl.precision.graph import PrecisionGraph
@@ -34,16 +34,13 @@ def trainer_has_asked() -> bool:
     return _trainer_has_asked
 
 
-def report(worker: WorkerBase, known_digests: list[str], sync_token: str | None = None) -> dict:
+def report(worker: WorkerBase, known_digests: list[str]) -> dict:
     """This worker's precision graph, read off the live model, so it says what runs, not what was configured.
 
     Plain containers only. `graph` is None where the trainer already knows it by its digest: an 8B graph is megabytes,
-    and this runs at every weight sync. `sync_token` names the socket on which the next sync is awaited
-    (integrations/verl/sync_socket.py); without one it stays VeRL's own.
+    and this runs at every weight sync.
     """
     global _trainer_has_asked
-    if sync_token is not None:
-        os.environ[_SOCKET_JOB] = socket_job(_stock_job, sync_token)
     config = worker.vllm_config
     exact = (
         config.quant_config is not None
@@ -80,6 +77,12 @@ def _graph_of(model: torch.nn.Module, exact: bool) -> tuple[PrecisionGraph, str]
     return graph, graph.digest()
 
 
+def name_socket(worker: WorkerBase, token: str) -> None:
+    """The next weight sync is awaited on the run's own socket (integrations/verl/sync_socket.py)."""
+    os.environ[_SOCKET_JOB] = socket_job(_stock_job, token)
+
+
 def install() -> None:
     """Idempotent."""
     setattr(WorkerBase, REPORT_METHOD, report)
+    setattr(WorkerBase, SOCKET_METHOD, name_socket)
