@@ -4,9 +4,8 @@ import argparse
 import json
 import sys
 from html import escape
-from typing import NoReturn
 
-from jetrl.command import run_command, write_file
+from jetrl.command import SentenceParser, run_command, write_file
 from jetrl.errors import UserError
 
 USAGE = """\
@@ -55,14 +54,8 @@ def _run(argv: list[str]) -> int:
     return result.exit_code
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """argparse would print its usage before the sentence."""
-        raise UserError(f"{message}; --help shows what is allowed")
-
-
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(prog="python -m jetrl.check", usage=USAGE, add_help=True, allow_abbrev=False)
+    parser = SentenceParser(prog="python -m jetrl.check", usage=USAGE, add_help=True, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--svg", metavar="FILE", help="draw one decoder layer, both graphs overlaid")
     parser.add_argument("--html", metavar="FILE", help="the same with the table, as one page")

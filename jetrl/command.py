@@ -1,12 +1,21 @@
 """What every jetrl command does with an error: one sentence on stderr and an exit code, never a traceback."""
 
+import argparse
 import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from jetrl.errors import JobError, UserError
+
+
+class SentenceParser(argparse.ArgumentParser):
+    """Raises UserError for a bad command line, where argparse would print its usage before the sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help shows what is allowed")
 
 
 def run_command(body: Callable[[], int]) -> int:

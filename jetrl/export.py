@@ -1,15 +1,13 @@
 """`python -m jetrl.export`: a trained model as a folder that transformers and vLLM load without jetrl."""
 
-import argparse
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
-from jetrl.command import run_command
+from jetrl.command import SentenceParser, run_command
 from jetrl.errors import UserError
 
 USAGE = """\
@@ -27,14 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """argparse would print its usage before the sentence."""
-        raise UserError(f"{message}; --help shows what is allowed")
-
-
 def _run(argv: list[str]) -> int:
-    parser = _Parser(prog="python -m jetrl.export", usage=USAGE, allow_abbrev=False)
+    parser = SentenceParser(prog="python -m jetrl.export", usage=USAGE, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR")

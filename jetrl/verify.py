@@ -5,9 +5,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from jetrl.command import run_command, write_file
+from jetrl.command import SentenceParser, run_command, write_file
 from jetrl.errors import UserError
 
 USAGE = """\
@@ -41,18 +40,12 @@ def _run(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """argparse would print its usage before the sentence."""
-        raise UserError(f"{message}; --help shows what is allowed")
-
-
 def parse(argv: list[str]):
     """(Options, file for JSON or None, Hydra words)."""
     from jetrl.verification.workspace import Options
 
     default = Options()
-    parser = _Parser(prog="python -m jetrl.verify", usage=USAGE, allow_abbrev=False)
+    parser = SentenceParser(prog="python -m jetrl.verify", usage=USAGE, allow_abbrev=False)
     add = parser.add_argument
     add("--sequences", type=_whole(1), default=default.sequences, metavar="N", help="how many; default %(default)s")
     add("--lengths", type=_list(1), default=default.lengths, metavar="A,B,..",

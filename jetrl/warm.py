@@ -5,7 +5,6 @@ jobs, by inference those in which a batch had a size for the first time, took 7 
 disk (DG_JIT_CACHE_DIR, else ~/.deep_gemm), so one run of this command serves every later job of that shape.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,9 +13,8 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
-from jetrl.command import run_command
+from jetrl.command import SentenceParser, run_command
 from jetrl.errors import JobError, UserError
 
 USAGE = """\
@@ -33,14 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """argparse would print its usage before the sentence."""
-        raise UserError(f"{message}; --help shows what is allowed")
-
-
 def _run(argv: list[str]) -> int:
-    parser = _Parser(prog="python -m jetrl.warm", usage=USAGE, allow_abbrev=False)
+    parser = SentenceParser(prog="python -m jetrl.warm", usage=USAGE, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--processes", type=int, default=cores, help="compilers at once; default: the cores, %(default)s"
