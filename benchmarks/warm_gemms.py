@@ -16,22 +16,7 @@ from pathlib import Path
 
 from rollout_engines import SHAPES, config_of
 
-TILE = 128
-
-
-def matrices(config: dict, tensor_parallel: int = 1) -> list[tuple[int, int]]:
-    """(N, K) of a layer's merged matrices as vLLM and jetrl's fused layers hold them, every part padded to 128."""
-
-    def pad(n: int) -> int:
-        return -(-n // TILE) * TILE
-
-    hidden, size, inner = (
-        pad(config["hidden_size"]),
-        config["head_dim"],
-        pad(config["intermediate_size"] // tensor_parallel),
-    )
-    q, kv = (pad(config[f"num_{kind}_heads"] * size // tensor_parallel) for kind in ("attention", "key_value"))
-    return [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
+from jetrl.precision.gemm_shapes import matrices
 
 
 def work(jobs: list[tuple[str, int, int, int]]) -> None:

@@ -65,40 +65,23 @@ def plan(words: list[str]):
     from jetrl.launch.model_files import check_sizes
     from jetrl.precision.architectures import load_config
     from jetrl.precision.gemm_shapes import products
-    from jetrl.precision.job import read_job
+    from jetrl.precision.job import micro_batch_tokens, read_job, whole_number
     from jetrl.settings import engine_settings
 
     cfg = compose_verl(words[1:]) if words and words[0] == "verl" else compose_jetrl(words)
     job = read_job(cfg)
     hf_config = load_config(job.model_path)[0].to_dict()
     check_sizes(hf_config)
-    batched, tokens = batched_tokens(cfg), max(job.micro_batch_tokens, log_prob_tokens(cfg))
+    # Log-probs have limits of their own, and VeRL lets the engine's own key have precedence over its own.
+    tokens = max(micro_batch_tokens(cfg, role) for role in ("actor", "rollout", "ref"))
+    rollout = "actor_rollout_ref.rollout"
+    batched = whole_number(
+        cfg, f"{rollout}.engine_kwargs.vllm.max_num_batched_tokens", f"{rollout}.max_num_batched_tokens"
+    )
     found = products(hf_config, job.train, job.rollout, tokens, batched, job.tensor_parallel)
     if not found:
         raise UserError(f"precision={job.flow} has no FP8 products of jetrl's; choose unified_fp8, or another FP8 flow")
     return found, engine_settings(cfg.actor_rollout_ref.model.override_config).gemm
-
-
-def batched_tokens(cfg) -> int:
-    """The most rows of a rollout's step."""
-    from jetrl.precision.job import whole_number
-
-    own = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_batched_tokens"  # VeRL gives it precedence
-    return whole_number(cfg, own, "actor_rollout_ref.rollout.max_num_batched_tokens")
-
-
-def log_prob_tokens(cfg) -> int:
-    """The most rows of a micro-batch of old log-probs or of the reference, which have limits of their own."""
-    from jetrl.precision.job import whole_number
-
-    sequence, most = int(cfg.data.max_prompt_length) + int(cfg.data.max_response_length), 1
-    for role in ("rollout", "ref"):
-        key = f"actor_rollout_ref.{role}.log_prob_"
-        if cfg.actor_rollout_ref[role].log_prob_use_dynamic_bsz:
-            most = max(most, whole_number(cfg, f"{key}max_token_len_per_gpu"))
-        elif cfg.actor_rollout_ref[role].log_prob_micro_batch_size_per_gpu is not None:
-            most = max(most, sequence * whole_number(cfg, f"{key}micro_batch_size_per_gpu"))
-    return most
 
 
 def _backend(gemm: str) -> str:

@@ -68,9 +68,8 @@ def test_a_receiver_that_never_comes_ends_the_first_message_too(tmp_path, monkey
 
 
 def test_the_two_methods_of_verl_are_there_and_wrapped_once(monkeypatch):
-    made = (
-        sync_watch.BucketedWeightSender.__init__
-    )  # another test's engine may have given this process a run's socket name
+    # Another test's engine may have given this process a run's socket name.
+    made = sync_watch.BucketedWeightSender.__init__
     monkeypatch.setattr(sync_watch.BucketedWeightSender, "__init__", getattr(made, "jetrl_stock", made))
     sync_watch.install()
     first = sync_watch.ServerAdapter._execute_method, sync_watch.BucketedWeightSender._init_socket

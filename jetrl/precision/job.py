@@ -104,7 +104,7 @@ def read_job(cfg: DictConfig) -> Job:
         samples=int(cfg.data.train_batch_size) * int(rollout.n),
         prompt_tokens=int(cfg.data.max_prompt_length),
         response_tokens=int(cfg.data.max_response_length),
-        micro_batch_tokens=_micro_batch_tokens(cfg),
+        micro_batch_tokens=micro_batch_tokens(cfg, "actor"),
         max_sequences=whole_number(cfg, "actor_rollout_ref.rollout.max_num_seqs"),
         checkpointing=bool(model.enable_gradient_checkpointing),
         device=str(cfg.trainer.device),
@@ -172,13 +172,14 @@ def _dtype(key: str, value: object) -> TensorFormat:
     return _DTYPES[str(value)]
 
 
-def _micro_batch_tokens(cfg: DictConfig) -> int:
-    """Rows of one forward and backward of the actor on one GPU."""
-    key = "actor_rollout_ref.actor"
-    actor = cfg.actor_rollout_ref.actor
+def micro_batch_tokens(cfg: DictConfig, role: str) -> int:
+    """The most rows of one pass on one GPU. role: actor for forward and backward; rollout or ref for log-probs alone."""
+    part, dynamic = ("ppo", "") if role == "actor" else ("log_prob", "log_prob_")
+    key, group = f"actor_rollout_ref.{role}", cfg.actor_rollout_ref[role]
     sequence = int(cfg.data.max_prompt_length) + int(cfg.data.max_response_length)
-    if actor.use_dynamic_bsz:
-        return whole_number(cfg, f"{key}.ppo_max_token_len_per_gpu")
-    if actor.ppo_micro_batch_size_per_gpu is None and actor.ppo_micro_batch_size is None:
+    if group[f"{dynamic}use_dynamic_bsz"]:
+        return whole_number(cfg, f"{key}.{part}_max_token_len_per_gpu")
+    sizes = [f"{part}_micro_batch_size_per_gpu", f"{part}_micro_batch_size"]
+    if all(group[size] is None for size in sizes):
         return sequence
-    return whole_number(cfg, f"{key}.ppo_micro_batch_size_per_gpu", f"{key}.ppo_micro_batch_size") * sequence
+    return whole_number(cfg, *(f"{key}.{size}" for size in sizes)) * sequence
