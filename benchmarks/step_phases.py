@@ -1,11 +1,12 @@
 """Seconds of every phase of whole training steps in a real VeRL job, by flow, on a model of random weights.
 
     python benchmarks/step_phases.py [--shape qwen3-4b] [--flows bf16 unified_fp8] [--gpus 0 1] [--steps 4] [--prompts 64]
-        [--samples 4] [--tokens 1024] [--seconds N] [--out FOLDER] [-- WORDS OF jetrl.train ...]
+        [--samples 4] [--tokens 1024] [--warm] [--seconds N] [--out FOLDER] [-- WORDS OF jetrl.train ...]
 
 Every flow is a `jetrl.train` of its own with the embedded tokenizer, on hardware=1gpu; all answers have --tokens tokens (an end
 of sequence is ignored), so that flows do the same work. With several --gpus flows run beside each other, one a GPU; with
-one, one after another. Medians over the steps after the first, which compiles. Without a GPU: hardware=cpu and
+one, one after another. Medians over the steps after the first, which compiles; --warm runs jetrl.warm before each job, and its
+seconds are printed. Without a GPU: hardware=cpu and
 `--shape tiny --prompts 16 --samples 4 --tokens 16 --steps 2`, a rehearsal.
 """
 
@@ -29,6 +30,7 @@ from jetrl.launch.metrics_log import figures, read_run
 
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
 TOKENIZER = "tiny"  # of jetrl.assets; its special tokens stand for the shape's own
+NOT_WARMED = ("bf16", "fp8_vllm")  # none of their products is jetrl's
 ON_GPU = torch.cuda.is_available()
 
 
@@ -49,7 +51,7 @@ def make_model(shape: str, folder: Path) -> Path:
 def words_of(arguments: argparse.Namespace, flow: str, model: Path, run: Path, temporary: str) -> list[str]:
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     words = [
-        f"+precision={flow}", "model=tiny", "data=arithmetic", f"actor_rollout_ref.model.path={model}",
+        f"+precision={flow}", "model=tiny", "data=chain", f"actor_rollout_ref.model.path={model}",
         f"hardware={'1gpu' if ON_GPU else 'cpu'}", f"run.dir={run}", f"run.name={flow}", f"+ray_kwargs.ray_init._temp_dir={temporary}",
         f"data.train_batch_size={arguments.prompts}", f"{actor}.ppo_mini_batch_size={arguments.prompts}",
         f"{rollout}.n={arguments.samples}", f"{rollout}.ignore_eos=true", f"data.max_response_length={arguments.tokens}",
@@ -68,7 +70,12 @@ def words_of(arguments: argparse.Namespace, flow: str, model: Path, run: Path, t
 def start(arguments: argparse.Namespace, flow: str, model: Path, folder: Path, gpu: str | None) -> subprocess.Popen:
     temporary = tempfile.mkdtemp(prefix="jx")  # a Unix socket's path has at most 107 characters
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-    command = [sys.executable, "-m", "jetrl.train", *words_of(arguments, flow, model, folder / flow, temporary)]
+    words = words_of(arguments, flow, model, folder / flow, temporary)
+    if arguments.warm and flow not in NOT_WARMED:
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-m", "jetrl.warm", *words], check=True, env=environment)
+        print(f"{flow}: jetrl.warm took {time.monotonic() - began:.0f} s", flush=True)
+    command = [sys.executable, "-m", "jetrl.train", *words]
     log = open(folder / f"{flow}.log", "w")  # noqa: SIM115  (the child's)
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -132,6 +139,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="a step")
     parser.add_argument("--samples", type=int, default=4, help="answers a prompt")
     parser.add_argument("--tokens", type=int, default=1024, help="of every answer")
+    parser.add_argument("--warm", action="store_true", help="compile a job's GEMM kernels beforehand")
     parser.add_argument("--seconds", type=float, default=3600, help="for all flows together; what runs then is stopped")
     parser.add_argument("--out", type=Path, help="folder of the JSON (default benchmarks/results)")
     parser.add_argument("words", nargs="*", help="more words for jetrl.train, after --")

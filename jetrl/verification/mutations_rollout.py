@@ -208,9 +208,9 @@ def _log_softmax(mutation: Mutation, modules: dict, runner, stack: ExitStack) ->
 
         _replace(runner.sampler, "gather_logprobs", gather_logprobs, stack)
         return None
-    from jetrl.integrations.vllm import exact_gpu
+    from jetrl.integrations.vllm import exact_sampler
 
-    if not exact_gpu.shares_sampler(runner.model):
+    if not exact_sampler.shares_sampler(runner.model):
         return "this engine's sampler is vLLM's"
 
     def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def _log_softmax(mutation: Mutation, modules: dict, runner, stack: ExitStack) ->
         return torch.stack(columns, dim=1)
 
     # The shared sampler looks its function up in its module.
-    _replace(exact_gpu, "compute_token_logprobs", compute_token_logprobs, stack)
+    _replace(exact_sampler, "compute_token_logprobs", compute_token_logprobs, stack)
     return None
 
 

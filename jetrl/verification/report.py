@@ -90,8 +90,8 @@ def _operator_lines(report: list[dict], result: dict) -> list[str]:
         lines.append(f"  {kind} ({worst['title']}){where}: {_sizes(worst['own'])}")
     if any(e["point"].endswith("self_attn") for e in own) and not result["engine"]["enforce_eager"]:
         lines.append(
-            "  (observed in an eager rollout, where FA3 may split a decode's keys; under CUDA graphs the engine's "
-            "flash_attn_max_num_splits_for_cuda_graph decides)"
+            "  (observed in an eager rollout; where attention_config asks for splits of a decode's keys, FA3 chooses their number "
+            "there by itself)"
         )
     equal = len(report) - len(own)
     return [*lines, f"  the other {equal} of {len(report)} points: all bits equal"]

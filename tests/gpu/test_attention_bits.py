@@ -83,7 +83,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_pack_and_in_the_rollouts_calls(
         pytest.skip(fa3_obstacle())
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    from jetrl.integrations.vllm.exact_gpu import SCHEDULED_AHEAD, longest_query
+    from jetrl.integrations.vllm.unsplit_attention import SCHEDULED_AHEAD, longest_query
 
     lengths = (37, 1, 2048, 300, 777)
     q, k, v = _qkv(sum(lengths), heads, kv_heads, size)

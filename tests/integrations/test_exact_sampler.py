@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.sample import logprob
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from jetrl.integrations.vllm import exact, exact_gpu
+from jetrl.integrations.vllm import exact, exact_sampler
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def engine(monkeypatch):
     """(model, sampler) of an engine as vLLM's V2 runner makes them, by whether its flow is exact."""
     monkeypatch.setattr(DefaultModelState, "custom_sampler", DefaultModelState.custom_sampler)
     monkeypatch.setattr(exact, "is_exact", lambda config: config)
-    exact_gpu.share_sampler()
-    exact_gpu.share_sampler()  # idempotent
+    exact_sampler.share_sampler()
+    exact_sampler.share_sampler()  # idempotent
 
     def make(is_exact: bool):
         state, sampler = DefaultModelState.__new__(DefaultModelState), Sampler.__new__(Sampler)
@@ -32,11 +32,11 @@ def engine(monkeypatch):
 
 def test_only_an_exact_engine_gets_the_shared_sampler(engine):
     model, sampler, custom = engine(True)
-    assert custom == (sampler, None) and type(sampler) is exact_gpu.SharedSampler
-    assert exact_gpu.shares_sampler(model)
+    assert custom == (sampler, None) and type(sampler) is exact_sampler.SharedSampler
+    assert exact_sampler.shares_sampler(model)
     model, sampler, custom = engine(False)
     assert custom is None and type(sampler) is Sampler and type(sampler.sampling_states) is SamplingStates
-    assert not exact_gpu.shares_sampler(model)
+    assert not exact_sampler.shares_sampler(model)
 
 
 def test_vllms_function_is_replaced_only_while_an_exact_sampler_runs(engine, monkeypatch):
@@ -45,7 +45,7 @@ def test_vllms_function_is_replaced_only_while_an_exact_sampler_runs(engine, mon
     monkeypatch.setattr(Sampler, "__call__", lambda self, logits, batch: found.append(logprob.compute_token_logprobs))
     for is_exact in (True, False):
         engine(is_exact)[1](None, None)
-    assert found == [exact_gpu.compute_token_logprobs, stock] and logprob.compute_token_logprobs is stock
+    assert found == [exact_sampler.compute_token_logprobs, stock] and logprob.compute_token_logprobs is stock
 
     def fails(self, logits, batch):
         raise RuntimeError("in the sampler")
@@ -61,7 +61,7 @@ def test_temperature_divides_and_log_probs_are_the_trainers():
         def __init__(self, values):
             self.np, self.gpu = np.array(values, dtype=np.float32), torch.tensor(values)
 
-    states = exact_gpu.SharedStates.__new__(exact_gpu.SharedStates)
+    states = exact_sampler.SharedStates.__new__(exact_sampler.SharedStates)
     states.temperature = OnCpu([0.7, 0.0, 1.0])
     raw = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     mapping = torch.tensor([0, 1, 2, 0])
@@ -69,7 +69,7 @@ def test_temperature_divides_and_log_probs_are_the_trainers():
     states.apply_temperature(logits, mapping, mapping.numpy())
     assert torch.equal(logits, raw / torch.tensor([0.7, 1.0, 1.0, 0.7])[:, None])
     ids = torch.tensor([[3, 49], [0, 1], [7, 7], [2, 30]])
-    got = exact_gpu.compute_token_logprobs(logits, ids)
+    got = exact_sampler.compute_token_logprobs(logits, ids)
     temperature = torch.tensor([0.7, 1.0, 1.0, 0.7])
     for column in range(2):
         want, _ = torch.ops.jetrl.token_logprobs(raw, ids[:, column].contiguous(), temperature, 50)

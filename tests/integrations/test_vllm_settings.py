@@ -14,19 +14,56 @@ CHOSEN = {"flash_attn_max_num_splits_for_cuda_graph": 16}
     (
         ({}, 1),
         ({"attention_config": CHOSEN}, 16),
-        ({"enforce_eager": True}, 32),  # vLLM reads it under CUDA graphs alone
+        ({"enforce_eager": True}, 1),
         ({"additional_config": {"jetrl_flow": "fp8_rollout"}}, 32),  # its trainer shares nothing anyway
     ),
     ids=("unified", "user's choice", "eager", "not unified"),
 )
 def test_a_unified_rollout_splits_no_keys_unless_told_to(tmp_path, arguments, splits):
-    from vllm.engine.arg_utils import EngineArgs
-
     from jetrl.integrations.vllm import engine
 
-    settings = {"quantization": "jetrl", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64}
-    checkpoint = str(save_checkpoint("qwen3", tmp_path))
-    config = EngineArgs(checkpoint, dtype="bfloat16", **settings, **arguments).create_engine_config()
+    config = engine_config(tmp_path, **arguments)
     for _ in range(2):  # every layer asks for it
         engine.prepare(config, config.quant_config.is_unified(config))
     assert config.attention_config.flash_attn_max_num_splits_for_cuda_graph == splits
+    assert config.attention_config.backend is None  # a CPU has an attention of its own
+
+
+@pytest.mark.parametrize(
+    "arguments,named",
+    (
+        ({}, None),
+        ({"attention_config": {"backend": "FLASH_ATTN"}}, None),
+        ({"attention_config": {"backend": "TRITON_ATTN"}}, "attention_config.backend=TRITON_ATTN"),
+        ({"dtype": "float32"}, "torch.float32"),
+        ({"hf_overrides": {"head_dim": 96}}, "not 96"),
+    ),
+    ids=("default", "FA3 by name", "another backend", "FP32 carriers", "heads of 96"),
+)
+def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(tmp_path, monkeypatch, caplog, arguments, named):
+    """A GPU's part, with the machine's answers given: what tests/gpu and jetrl.verify measure on one."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from jetrl.integrations.vllm import engine, unsplit_attention
+
+    config = engine_config(tmp_path, **arguments)
+    before = config.attention_config.backend
+    monkeypatch.setattr(engine.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(unsplit_attention, "fa3_obstacle", lambda: None)
+    caplog.set_level("INFO", "jetrl")
+    for _ in range(2):
+        engine.keep_keys_whole(config)
+    if named:
+        assert config.attention_config.backend == before and named in caplog.text
+    else:
+        assert AttentionBackendEnum.CUSTOM.get_class() is unsplit_attention.UnsplitBackend
+        assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
+        assert config.attention_config.flash_attn_version == 3
+
+
+def engine_config(folder, **arguments):
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = {"quantization": "jetrl", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64}
+    checkpoint = str(save_checkpoint("qwen3", folder))
+    return EngineArgs(checkpoint, **({"dtype": "bfloat16"} | settings | arguments)).create_engine_config()

@@ -17,6 +17,8 @@ from jetrl.integrations.vllm import operators
 
 _PASS_KEY = "post_grad_custom_post_pass"
 
+_UNSPLIT = 1  # of attention_config.flash_attn_max_num_splits_for_cuda_graph
+
 _log = logging.getLogger("jetrl")
 
 
@@ -42,8 +44,7 @@ def prepare(config: VllmConfig, unified: bool) -> None:
     passes.fuse_norm_quant = passes.fuse_act_quant = False
     if not unified:
         return
-    if not config.model_config.enforce_eager:
-        keep_keys_whole(config.attention_config)
+    keep_keys_whole(config)
     operators.check_registered()
     operators.forget_cached_rotary()
     from jetrl.integrations.vllm.fusion import SharedOperatorFusion
@@ -60,16 +61,32 @@ def prepare(config: VllmConfig, unified: bool) -> None:
         exact.prepare(config)
 
 
-def keep_keys_whole(attention: AttentionConfig) -> None:
-    """Decode with one split of the keys, as the trainer's attention has, where the user has not chosen another number.
+def keep_keys_whole(config: VllmConfig) -> None:
+    """Decode with the keys in one piece, as the trainer's attention has them, where the user has not chosen a number of splits.
 
-    Under full CUDA graphs vLLM lets FA3 divide the keys of a decode into up to 32 splits when few sequences run, which adds in
-    another order: it was the one operator of the layers with other bits than in the trainer. Figures: benchmarks/ROLLOUT.md.
+    vLLM lets FA3 divide the keys of a decode when few sequences run (into up to 32 splits under CUDA graphs), and with heads
+    of 64 FA3 steps over them in another way than in a prefill: both add in another order, and attention was the one operator
+    of the layers with other bits than in the trainer. Figures: benchmarks/ROLLOUT.md.
     """
-    if attention.flash_attn_max_num_splits_for_cuda_graph == AttentionConfig().flash_attn_max_num_splits_for_cuda_graph:
-        attention.flash_attn_max_num_splits_for_cuda_graph = 1
-        if not current_platform.is_cpu():
-            _log.info(
-                "attention: under CUDA graphs a decode's keys are not split, so that tokens get the trainer's bits; splitting is "
-                "faster while few long sequences run: attention_config.flash_attn_max_num_splits_for_cuda_graph=16"
-            )
+    attention = config.attention_config
+    if attention.flash_attn_max_num_splits_for_cuda_graph not in (
+        _UNSPLIT,
+        AttentionConfig().flash_attn_max_num_splits_for_cuda_graph,
+    ):
+        _log.info("attention: a decode's keys are split as attention_config says, so tokens get other bits than in the trainer")
+        return
+    # What vLLM's own backend goes by, under CUDA graphs, where the other cannot be taken.
+    attention.flash_attn_max_num_splits_for_cuda_graph = _UNSPLIT
+    if current_platform.is_cpu():
+        return
+    from jetrl.integrations.vllm import unsplit_attention
+
+    obstacle = unsplit_attention.obstacle(config)
+    if obstacle:
+        _log.warning(f"attention: some tokens will get other bits than in the trainer, because of {obstacle}")
+        return
+    unsplit_attention.install(config)
+    _log.info(
+        "attention: FA3 with the keys in one piece, so that tokens get the trainer's bits; splitting is faster while few long "
+        "sequences run: attention_config.flash_attn_max_num_splits_for_cuda_graph=16"
+    )

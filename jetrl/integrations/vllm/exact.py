@@ -1,6 +1,6 @@
 """Rollout side of an exact flow: vLLM's attention, rotary table and sampler give a token the bits that the trainer gives it.
 
-  attention   vLLM's own FlashAttention 3 backend whose key loop is never divided (exact_gpu.py); on a CPU the trainer's
+  attention   vLLM's own FlashAttention 3 backend whose key loop is never divided (unsplit_attention.py); on a CPU the trainer's
               row-by-row attention (exact_cpu.py)
   rotary      the cache of cos and sin is filled from the table of jetrl.attention.rotary_table
   sampler     the temperature divides by IEEE division, and log-probabilities come from jetrl.token_logprobs; vLLM's
@@ -34,9 +34,10 @@ def prepare(config: VllmConfig) -> None:
     if obstacle:
         raise UserError(f"precision=unified_exact cannot run this rollout: {obstacle}; or use precision=unified_fp8")
     if not current_platform.is_cpu():  # its attention is registered when the plug-in loads
-        from jetrl.integrations.vllm import exact_gpu
+        from jetrl.integrations.vllm import exact_sampler, unsplit_attention
 
-        exact_gpu.install(config)
+        unsplit_attention.install(config)
+        exact_sampler.share_sampler()
 
 
 def _obstacle(config: VllmConfig) -> str | None:
@@ -90,7 +91,7 @@ def _attention_kernel(layer: nn.Module) -> str | None:
     if current_platform.is_cpu():
         shared = isinstance(layer.impl, exact_cpu.RowsImpl)
     else:
-        from jetrl.integrations.vllm.exact_gpu import UnsplitBackend
+        from jetrl.integrations.vllm.unsplit_attention import UnsplitBackend
 
         shared = layer.attn_backend is UnsplitBackend
     return None if shared else f"vLLM {layer.attn_backend.get_name()}"
@@ -99,7 +100,7 @@ def _attention_kernel(layer: nn.Module) -> str | None:
 def _shares_log_softmax(model: nn.Module) -> bool:
     if current_platform.is_cpu():
         return True
-    from jetrl.integrations.vllm.exact_gpu import shares_sampler
+    from jetrl.integrations.vllm.exact_sampler import shares_sampler
 
     return shares_sampler(model)
 

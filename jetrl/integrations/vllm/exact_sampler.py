@@ -1,64 +1,12 @@
-"""The GPU kernels of an exact flow in vLLM: FlashAttention 3 whose key loop is never divided, and the sampler's arithmetic."""
+"""The sampler of an exact flow in vLLM on a GPU: temperature and log-probabilities by the trainer's arithmetic."""
 
-import copy
 import functools
 
 import torch
-from vllm.config import VllmConfig
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample import logprob
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
-
-# With heads of 64, FA3 takes another kernel where the longest query, times the query heads of a KV head, is small (seen: 2
-# rows to 8 rows differ from a prefill, 64 x 2 do not), and that one steps over the keys in another way. Told that there may
-# be this many rows, it does not. With heads of 128 and 256 all lengths agree.
-LEAST_ROWS = {64: 128}
-# vLLM's schedule ahead of the forward was measured for these; elsewhere FA3 schedules by itself.
-SCHEDULED_AHEAD = (128,)
-
-
-def longest_query(longest: int, heads: int, kv_heads: int, size: int) -> int:
-    """What to tell FA3 as the longest query of a batch."""
-    return max(longest, -(-LEAST_ROWS.get(size, 1) * kv_heads // heads))
-
-
-class UnsplitBuilder(FlashAttentionMetadataBuilder):
-    """num_splits=1 in every call. vLLM's own choice depends on the batch, and a divided loop adds in another order.
-
-    Where CUDA graphs hold attention, vLLM schedules ahead with an upper bound of splits, for batches that fit a graph;
-    with the bound at 1 that serves every batch.
-    """
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.max_num_splits = 1
-        self.max_cudagraph_size = torch.iinfo(torch.int64).max
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        common = copy.copy(common_attn_metadata)  # other layers' builders read the original
-        common.max_query_len = longest_query(common.max_query_len, self.num_heads_q, self.num_heads_kv, self.headdim)
-        # Without graphs vLLM's builder would schedule ahead for a number of splits that FA3 chooses.
-        ahead = self.use_full_cuda_graph and self.headdim in SCHEDULED_AHEAD and not fast_build
-        metadata = super().build(common_prefix_len, common, not ahead)
-        metadata.max_num_splits = 1
-        return metadata
-
-
-class UnsplitBackend(FlashAttentionBackend):
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return UnsplitBuilder
-
-
-def install(config: VllmConfig) -> None:
-    """Before the model's first attention layer is built. Idempotent."""
-    register_backend(AttentionBackendEnum.CUSTOM, f"{UnsplitBackend.__module__}.{UnsplitBackend.__qualname__}")
-    config.attention_config.backend = AttentionBackendEnum.CUSTOM
-    config.attention_config.flash_attn_version = 3
-    share_sampler()
 
 
 def divide_by_temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor) -> None:
