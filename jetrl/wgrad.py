@@ -57,4 +57,4 @@ def weight_gradient(dy: Kept, kept: Kept, in_features: int, fmt: LinearFormat, o
     elif fmt.wgrad == "blocks":
         kept = ops.requantize_blocks_transposed(*kept, in_features, scale_format)
     carrier = CARRIER_DTYPES.get(out_dtype, "float32")
-    return ops.gemm_nt(*dy, *kept, carrier)[:, :in_features].to(out_dtype)
+    return ops.gemm_nt(*dy, *kept, carrier, k_varies=True)[:, :in_features].to(out_dtype)

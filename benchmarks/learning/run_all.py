@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning.run_all --out FOLDER [--seeds 3] [--variants NAME ...] [--at-once 6] [--steps 600] [--until SECONDS]
 
-Some seeds of BF16, of both scale formats and of the control (BF16 from a start that differs in one bit); once each the other ways to get weight
+Some seeds of BF16, of both scale formats, of wgrad=blocks and of the control (BF16 from a start that differs in one bit); once each the other ways to get weight
 gradients. Processes share the GPU in time slices, so their seconds say nothing about speed; losses do not depend on it.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from . import report
 from .model import NUDGED, VARIANTS
 
-REPEATED = ("bf16", "unified_fp8", "unified_fp8_pow2", NUDGED)
+REPEATED = ("bf16", "unified_fp8", "unified_fp8_pow2", "unified_fp8 wgrad=blocks", NUDGED)
 
 
 def plan(direction: bool, seeds: int, variants: list[str]) -> list[tuple[str, int, bool]]:

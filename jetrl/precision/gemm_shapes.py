@@ -2,7 +2,7 @@
 
 DeepGEMM compiles a kernel for a weight's shape and for a choice of tiles, which it makes from the number of rows in steps of 64.
 So every multiple of 64 up to the most rows that a batch can have meets every kernel. Weight gradients are not among them:
-those in BF16 are cuBLASLt's, which compiles nothing (flow.train.wgrad=blocks excepted: one kernel for each number of tokens).
+those in BF16 are cuBLASLt's, which compiles nothing (under flow.train.wgrad=blocks the first update compiles one for each matrix).
 """
 
 from dataclasses import dataclass

@@ -64,8 +64,8 @@ def _takes_scaled_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
     return b.shape[0] % 16 == 0 and a.shape[0] >= _CUBLASLT_MIN_ROWS
 
 
-def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
-    """fprop and dgrad: the weight in 128x128 blocks. Every branch gives the same bits."""
+def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype, k_varies: bool) -> torch.Tensor:
+    """fprop and dgrad: the weight in 128x128 blocks; wgrad with x in such blocks. Every branch gives the same bits."""
     m, n = a.shape[0], b.shape[0]
     backend = backends.current().gemm
     few = {"deepgemm": _FEW_ROWS_BESIDE_DEEPGEMM, "cublaslt": few_rows_gemm.MAX_ROWS, "triton": 0}[backend]
@@ -76,7 +76,11 @@ def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
         return out
     if backend == "deepgemm" and takes_deepgemm:
         out = torch.empty(m, n, dtype=dtype, device=a.device)
-        backends.deep_gemm().fp8_gemm_nt((a, a_scale), (b, b_scale), out, disable_ue8m0_cast=True)
+        # Constants of the compiled kernel. Where K counts tokens, DeepGEMM's default would compile one for every length of a batch.
+        constant = "mn" if k_varies else "nk"
+        backends.deep_gemm().fp8_gemm_nt(
+            (a, a_scale), (b, b_scale), out, compiled_dims=constant, disable_ue8m0_cast=True
+        )
         return out
     if backend != "triton" and _takes_scaled_mm(a, b):
         return _scaled_mm(a, a_scale, b, b_scale, False, dtype)
@@ -96,7 +100,7 @@ def _tiles(a, a_scale, b, b_scale, dtype: torch.dtype) -> torch.Tensor:
 def accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     backend = backends.current().gemm
     if backend == "deepgemm" and b.shape[0] % _FLOAT_ROW == 0 and a.shape[0] > _DEEPGEMM_1D1D_MAX_REFUSED_ROWS:
-        # K counts tokens here: DeepGEMM's default, N and K as constants, would compile a kernel for every length of a batch.
+        # K counts tokens here, see above.
         backends.deep_gemm().fp8_gemm_nt(
             (a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, TILE), compiled_dims="mn", disable_ue8m0_cast=True
         )
@@ -106,13 +110,15 @@ def accumulate_tiles(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
         gemm_triton.gemm_nt_accumulate(a, a_scale, b, b_scale, out)
 
 
-def gemm_nt(a, a_scale, b, b_scale, out_dtype: str) -> torch.Tensor:
-    """a (M, K) tiles, b (N, K) blocks or tiles -> (M, N)."""
+def gemm_nt(a, a_scale, b, b_scale, out_dtype: str, k_varies: bool = False) -> torch.Tensor:
+    """a (M, K) tiles, b (N, K) blocks or tiles -> (M, N). k_varies: K counts tokens, and M and N are a weight's."""
     a, a_scale, b, b_scale, tiled = _prepare(a, a_scale, b, b_scale)
     dtype = OUT_DTYPES[out_dtype]
     if not (a.shape[0] and b.shape[0] and a.shape[1]):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-    return (_tiles if tiled else _blocks)(a, a_scale, b, b_scale, dtype)
+    if tiled:
+        return _tiles(a, a_scale, b, b_scale, dtype)
+    return _blocks(a, a_scale, b, b_scale, dtype, k_varies)
 
 
 def gemm_nt_accumulate(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
@@ -128,4 +134,4 @@ def gemm_nt_accumulate(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     if tiled:
         accumulate_tiles(a, a_scale, b, b_scale, out)
     else:
-        out += _blocks(a, a_scale, b, b_scale, torch.float32)
+        out += _blocks(a, a_scale, b, b_scale, torch.float32, True)

@@ -354,7 +354,7 @@ _define(
 # GEMMs --------------------------------------------------------------------------------------------------------------
 
 
-def _fake_gemm_nt(a, a_scale, b, b_scale, out_dtype):
+def _fake_gemm_nt(a, a_scale, b, b_scale, out_dtype, k_varies=False):
     check_gemm_operands(a, a_scale, b, b_scale)
     return torch.empty(a.shape[0], b.shape[0], dtype=_check_out_dtype(out_dtype), device=a.device)
 
@@ -363,7 +363,7 @@ def _fake_gemm_nt_accumulate(a, a_scale, b, b_scale, out):
     check_gemm_operands(a, a_scale, b, b_scale)
 
 
-def _gemm_nt(a, a_scale, b, b_scale, out_dtype):
+def _gemm_nt(a, a_scale, b, b_scale, out_dtype, k_varies=False):
     check_gemm_operands(a, a_scale, b, b_scale)
     return gemm_reference.gemm_nt(a, a_scale, b, b_scale, _check_out_dtype(out_dtype))
 
@@ -374,7 +374,7 @@ def _gemm_nt_accumulate(a, a_scale, b, b_scale, out):
 
 
 _define(
-    "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str out_dtype) -> Tensor",
+    "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str out_dtype, bool k_varies=False) -> Tensor",
     _gemm_nt,
     "gemm",
     _fake_gemm_nt,

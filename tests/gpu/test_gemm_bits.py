@@ -72,6 +72,13 @@ def test_odd_shapes_through_the_op_share_bits(m, n, k):
     assert torch.equal(torch.ops.jetrl.gemm_nt(*a, *b, "float32").to(BF16), expected)
 
 
+@pytest.mark.parametrize("k", (128, 640, 2048, 16384, 65536))
+def test_k_as_a_constant_or_not_shares_bits(k):
+    a, b = _operands(1024, k, 512)
+    kernels = [torch.ops.jetrl.gemm_nt(*a, *b, "bfloat16", k_varies) for k_varies in (False, True)]
+    assert torch.equal(*kernels)
+
+
 def test_empty_operands():
     a, b = _operands(256, 128, 1)
     none = a[0][:0], new_column_major_scale(0, 1, torch.device("cuda"))

@@ -30,6 +30,25 @@ for rows in [1, 33, 64, 65, {MOST_ROWS}, *(random.randint(1, {MOST_ROWS}) for _ 
 torch.cuda.synchronize()
 """
 
+WEIGHT_GRADIENTS = """
+import sys, torch, jetrl_kernels.ops
+from pathlib import Path
+ops, counts = torch.ops.jetrl, []
+for tokens in [512, 640, 1024, 1152, 1920, 2048, 4096]:
+    dy, x = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for width in (512, 1024))
+    kept = ops.requantize_blocks_transposed(*ops.quantize_tiles(x, "fp32"), 1024, "fp32")
+    ops.gemm_nt(*ops.quantize_tiles_transposed(dy, "fp32"), *kept, "bfloat16", k_varies=True)
+    counts.append(sum(1 for file in Path(sys.argv[1]).rglob("kernel.cubin")))
+assert counts[0] >= 1 and len(set(counts)) == 1, counts
+"""
+
+
+def test_weight_gradients_from_blocks_compile_one_kernel_for_all_numbers_of_tokens(tmp_path, monkeypatch):
+    if warm._backend("auto") != "deepgemm":
+        pytest.skip("DeepGEMM is not installed")
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
+    subprocess.run([sys.executable, "-c", WEIGHT_GRADIENTS, str(tmp_path)], check=True)
+
 
 def test_nothing_is_compiled_after_the_warm_up(tmp_path, monkeypatch):
     if warm._backend("auto") != "deepgemm":
