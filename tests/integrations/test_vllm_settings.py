@@ -40,7 +40,9 @@ def test_a_unified_rollout_splits_no_keys_unless_told_to(tmp_path, arguments, sp
     ),
     ids=("default", "FA3 by name", "another backend", "FP32 carriers", "heads of 96"),
 )
-def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(tmp_path, monkeypatch, caplog, arguments, named):
+def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(
+    tmp_path, monkeypatch, caplog, arguments, named
+):
     """A GPU's part, with the machine's answers given: what tests/gpu and jetrl.verify measure on one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -73,7 +73,9 @@ def keep_keys_whole(config: VllmConfig) -> None:
         _UNSPLIT,
         AttentionConfig().flash_attn_max_num_splits_for_cuda_graph,
     ):
-        _log.info("attention: a decode's keys are split as attention_config says, so tokens get other bits than in the trainer")
+        _log.info(
+            "attention: a decode's keys are split as attention_config says, so tokens get other bits than in the trainer"
+        )
         return
     # What vLLM's own backend goes by, under CUDA graphs, where the other cannot be taken.
     attention.flash_attn_max_num_splits_for_cuda_graph = _UNSPLIT
