@@ -11,7 +11,6 @@ attention (unsplit_attention.py); an exact flow refuses where a unified one make
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
