@@ -87,10 +87,11 @@ def test_a_matrix_that_a_bundle_leaves_out_is_named(known_model):
         ("qwen3", "model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.q_norm.weight"),
         ("qwen3", "lm_head.weight", "lm_head.weight"),
         ("qwen2-bias", "model.norm.weight", "model.norm.weight"),
+        ("qwen2-bias", "model.layers.1.self_attn.k_proj.bias", "model.layers.1.self_attn.k_proj.bias"),
         ("llama-ragged-tied", "model.embed_tokens.weight", "model.embed_tokens.weight"),
     ),
 )
-def test_a_norm_or_an_embedding_that_a_sync_leaves_out_is_named(tmp_path, architecture, left_out, named):
+def test_a_norm_a_bias_or_an_embedding_that_a_sync_leaves_out_is_named(tmp_path, architecture, left_out, named):
     """vLLM's own loader would go on with what the last sync brought."""
     from jetrl.integrations.vllm.refit_plan import attach
 

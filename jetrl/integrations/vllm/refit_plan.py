@@ -24,11 +24,13 @@ class LoadPlan:
     def __init__(self, model: torch.nn.Module) -> None:
         self._stock: Callable = model.load_weights
         self._places: dict[str, tuple[str, Callable[[torch.Tensor], bool]]] = {}
-        receivers = []
+        receivers, biases = [], set()
         for path, module in model.named_modules():
             receiver = getattr(module, "jetrl_receiver", None)
             if receiver is not None:
                 receivers.append(receiver)
+                if module._parameters.get("bias") is not None:
+                    biases |= {f"{name}.bias" for name in receiver.names}
                 for number, name in enumerate(receiver.names):
                     self._places[f"{name}.weight"] = f"{path}.weight", receiver.taker(number, "weight")
                     self._places[f"{name}.weight_scale"] = (
@@ -40,28 +42,33 @@ class LoadPlan:
         self._group = ReceiverGroup(receivers)
         for receiver in receivers:
             receiver.group = self._group
-        self._group.expect(_others(model))
+        # By the trainer's names: vLLM's own loader copies each into its part of a merged bias, and reports the whole.
+        self._biases = frozenset(biases)
+        self._group.expect(_others(model) | self._biases)
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As vLLM's: names of the parameters that were loaded. `weights` may come in bundles."""
         loaded: set[str] = set()
-        rest = self._take(unbundled(weights), loaded)
+        biases: set[str] = set()
+        rest = self._take(unbundled(weights), loaded, biases)
         first = next(rest, None)
         if first is not None:
             loaded |= self._stock(itertools.chain([first], rest)) or set()
-        self._group.loaded(loaded)
+        self._group.loaded(loaded | biases)
         return loaded
 
     def _take(
-        self, weights: Iterable[tuple[str, torch.Tensor]], loaded: set[str]
+        self, weights: Iterable[tuple[str, torch.Tensor]], loaded: set[str], biases: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is left for vLLM."""
+        """What is left for vLLM. Names of parameters go into `loaded`, and of biases on the way to vLLM into `biases`."""
         try:
             for name, tensor in weights:
                 parameter, take = self._places.get(name, (name, None))
                 if take is not None and take(tensor):
                     loaded.add(parameter)
                 else:
+                    if name in self._biases:
+                        biases.add(name)
                     yield name, tensor
         finally:
             self._group.copy_now()
@@ -78,13 +85,11 @@ class LoadPlan:
 
 
 def _others(model: torch.nn.Module) -> frozenset[str]:
-    """Parameters that a trainer sends beside the layers' matrices: norms, embeddings, an untied lm_head, biases."""
+    """Parameters that a trainer sends beside the layers' matrices and biases: norms, embeddings, an untied lm_head."""
     found = set()
     for path, module in model.named_modules():
         if isinstance(module, RMSNorm | VocabParallelEmbedding):
             found |= {f"{path}.{name}" for name in module._parameters if module._parameters[name] is not None}
-        elif hasattr(module, "jetrl_receiver") and module._parameters.get("bias") is not None:
-            found.add(f"{path}.bias")
     return frozenset(
         found.intersection(name for name, _ in model.named_parameters())
     )  # a tied lm_head has a name there, not two
