@@ -63,6 +63,27 @@ def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(
         assert config.attention_config.flash_attn_version == 3
 
 
+def test_another_plug_ins_attention_backend_is_left_in_place_and_named(tmp_path, monkeypatch, caplog):
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from jetrl.integrations.vllm import engine, exact, unsplit_attention
+
+    config = engine_config(tmp_path, logprobs_mode="processed_logprobs")
+    path = f"{FlashAttentionBackend.__module__}.{FlashAttentionBackend.__qualname__}"
+    AttentionBackendEnum.CUSTOM.clear_override()
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+    try:
+        monkeypatch.setattr(engine.current_platform, "is_cpu", lambda: False)
+        monkeypatch.setattr(unsplit_attention, "fa3_obstacle", lambda: None)
+        engine.keep_keys_whole(config)
+        assert path in caplog.text and config.attention_config.backend is None
+        assert path in exact._obstacle(config)
+        assert AttentionBackendEnum.CUSTOM.get_path() == path
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
 def engine_config(folder, **arguments):
     from vllm.engine.arg_utils import EngineArgs
 

@@ -63,6 +63,10 @@ def _obstacle(config: VllmConfig) -> str | None:
         )
     if current_platform.is_cpu():
         return None
+    from jetrl.integrations.vllm.unsplit_attention import other_custom_backend
+
+    if other := other_custom_backend():
+        return f"attention needs vLLM's backend CUSTOM for itself, and it is {other}; remove that plug-in"
     if not config.use_v2_model_runner:
         return "log_softmax is shared with vLLM's V2 model runner only; set VLLM_USE_V2_MODEL_RUNNER=1 for this engine"
     size = config.model_config.get_head_size()

@@ -55,8 +55,19 @@ class UnsplitBackend(FlashAttentionBackend):
         return UnsplitBuilder
 
 
+_PATH = f"{UnsplitBackend.__module__}.{UnsplitBackend.__qualname__}"
+
+
+def other_custom_backend() -> str | None:
+    """The class that another plug-in has put into vLLM's one place for a backend from outside, or None."""
+    custom = AttentionBackendEnum.CUSTOM
+    return custom.get_path() if custom.is_overridden() and custom.get_path() != _PATH else None
+
+
 def obstacle(config: VllmConfig) -> str | None:
     """Why this engine cannot take the backend, or None."""
+    if other := other_custom_backend():
+        return f"vLLM's attention backend CUSTOM, which is {other}"
     asked, size = config.attention_config.backend, config.model_config.get_head_size()
     if asked not in (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.CUSTOM):
         return f"attention_config.backend={asked.name}"
@@ -71,6 +82,6 @@ def obstacle(config: VllmConfig) -> str | None:
 
 def install(config: VllmConfig) -> None:
     """Before the model's first attention layer is built. Idempotent."""
-    register_backend(AttentionBackendEnum.CUSTOM, f"{UnsplitBackend.__module__}.{UnsplitBackend.__qualname__}")
+    register_backend(AttentionBackendEnum.CUSTOM, _PATH)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.attention_config.flash_attn_version = 3
