@@ -58,21 +58,6 @@ def test_bf16_masters_have_fp32_moments_sums_and_rotary_frequencies(folder, caps
     assert any(not torch.equal(before[name], w) for name, w in weights(engine).items())
 
 
-@pytest.mark.parametrize("flow,shared", (("unified_fp8", True), ("bf16", False), ("fp8_rollout", False)))
-def test_a_unified_trainer_looks_cosines_up_in_the_rollouts_table(folder, flow, shared):
-    rotary = build_engine(folder, jetrl_flow=flow).module.model.rotary_emb
-    assert hasattr(rotary, "jetrl_table") == shared
-
-
-def test_a_rotary_embedding_that_follows_the_sequence_stays_as_it_is_and_is_named(tmp_path, capsys):
-    model = build_model("qwen3")
-    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    rotary = build_engine(tmp_path).module.model.rotary_emb
-    assert not hasattr(rotary, "jetrl_table")
-    assert "rotary embeddings of type dynamic have no table that both engines can share" in capsys.readouterr().out
-
-
 def test_fp32_masters_are_as_verl_ships_them(folder, capsys):
     engine = build_engine(folder, masters="fp32")
     assert "jetrl: FP32 masters (torch's AdamW)" in capsys.readouterr().out

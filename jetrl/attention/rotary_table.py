@@ -1,4 +1,4 @@
-"""One table of cos and sin for both engines of a unified flow, from the model's configuration alone.
+"""One table of cos and sin for both engines, from the model's configuration alone.
 
 Stock engines compute their own, vLLM on the GPU for all positions at once and Hugging Face for each batch; the two differ in
 the last bit of a float32 here and there, and after rounding to BF16 in a few values among thousands. Here frequencies and
@@ -17,15 +17,6 @@ from jetrl.precision.hf_parts import is_rotary
 STATIC_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def obstacle(hf_config: object) -> str | None:
-    """Why a configuration gives no table that both engines can share, or None. An exact flow then refuses, another logs it."""
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default")
-    if kind in STATIC_TYPES and "rope_theta" in parameters:
-        return None
-    return f"rotary embeddings of type {kind} have no table that both engines can share"
-
-
 def rotary_table(hf_config: object, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin (rows, R / 2), float32 on the CPU, for positions 0 to rows - 1, scaled as the configuration says.
 
@@ -38,13 +29,13 @@ def rotary_table(hf_config: object, rows: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _frequencies(hf_config: object) -> tuple[torch.Tensor, float]:
-    missing = obstacle(hf_config)
-    if missing:
-        raise UserError(
-            f"{missing}; precision=unified_exact takes {', '.join(STATIC_TYPES)}: use precision=unified_fp8"
-        )
-    parameters = hf_config.rope_parameters
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
+    if kind not in STATIC_TYPES or "rope_theta" not in parameters:
+        raise UserError(
+            f"rotary embeddings of type {kind} have no table that both engines can share; precision=unified_exact takes "
+            f"{', '.join(STATIC_TYPES)}: use precision=unified_fp8"
+        )
     if kind != "default":
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
         return frequencies.to(torch.float32), scaling

@@ -8,7 +8,6 @@ from checkpoints_for_tests import ARCHITECTURES
 from vllm_models_for_tests import vllm_models
 from vllm_sync_for_tests import K1, bundled_wire, changed, fp8_wire, packed_wire, state_of, stored, sync, without
 
-from jetrl.attention.rotary_table import rotary_table
 from jetrl.errors import JobError, UserError
 
 # Importing vLLM takes half a minute here, and it inspects every architecture in a process of its own.
@@ -49,14 +48,6 @@ def test_only_an_engine_of_a_unified_flow_gets_the_trainers_operators(vllm_model
         model, config = vllm_model("qwen3", flow)
         sync(model, config, [])
         assert classes(model) & (SHARED | stock) == expected, flow
-
-
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_a_unified_rollout_turns_by_the_trainers_table(vllm_model, architecture):
-    model, config = vllm_model(architecture)
-    (rotary,) = {id(m): m for m in model.modules() if hasattr(m, "cos_sin_cache")}.values()
-    table = torch.cat(rotary_table(config.hf_config, rotary.cos_sin_cache.shape[0]), dim=-1)
-    assert torch.equal(rotary.cos_sin_cache, table.to(rotary.cos_sin_cache))
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))

@@ -11,7 +11,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from jetrl import attention
-from jetrl.attention import rotary_table, sequence_parallel
+from jetrl.attention import sequence_parallel
 from jetrl.convert import convert
 from jetrl.errors import UserError
 from jetrl.gemm_backend import choose_gemm
@@ -78,19 +78,9 @@ class JetFSDPEngine(ShadowPass, SharedLogProbs, FSDPEngineWithLMHead):
                 announce(reason)
         if self.flow.train.exact:
             self.precision_graph = exact_graph(module, self.precision_graph)
-        elif self.flow.unified and self.flow.train.linear == "fp8":
-            self._share_rotary_table(module)
         self._handshake = RolloutHandshake(self.flow, self.precision_graph)
         self._last_sync: dict[str, float] = {}
         return module
-
-    def _share_rotary_table(self, module) -> None:
-        """What the rollout fills its cache from (integrations/vllm/operators.py), by the same rule."""
-        missing = rotary_table.obstacle(module.config)
-        if missing is None:
-            rotary_table.share_rotary_table(module)
-        elif self.rank == 0:
-            announce(f"{missing}: some cosines differ from the rollout's in their last bit")
 
     def _choose_attention(self) -> None:
         """The job's own choice, or the fastest that runs here: VeRL's default needs flash-attn, which may be missing."""

@@ -2,11 +2,11 @@
 
   attention   vLLM's own FlashAttention 3 backend whose key loop is never divided (unsplit_attention.py); on a CPU the trainer's
               row-by-row attention (exact_cpu.py)
+  rotary      the cache of cos and sin is filled from the table of jetrl.attention.rotary_table
   sampler     the temperature divides by IEEE division, and log-probabilities come from jetrl.token_logprobs; vLLM's
               sampler for CPUs does just that already
 
-Everything else of the forward is shared by every unified flow already (operators.py, quantization.py), and what can be had of
-attention (unsplit_attention.py); an exact flow refuses where a unified one makes do.
+Everything else of the forward is shared by every unified flow already (operators.py, quantization.py).
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from jetrl.attention.choice import fa3_obstacle
+from jetrl.attention.rotary_table import rotary_table
 from jetrl.errors import UserError
 from jetrl.integrations.vllm import exact_cpu
 from jetrl.precision.graph import Operator
@@ -74,6 +75,19 @@ def _obstacle(config: VllmConfig) -> str | None:
         return f"attention has heads of {size}, and FA3's bits agree for {', '.join(map(str, EXACT_HEADS))} only"
     missing = fa3_obstacle()
     return f"attention needs vLLM's FA3: {missing}" if missing else None
+
+
+def fill_rotary_cache(layer: nn.Module, hf_config: object) -> None:
+    """Overwrite vLLM's cache (positions, cos and sin side by side) with the shared table, in place."""
+    cache = layer.cos_sin_cache
+    shared = torch.cat(rotary_table(hf_config, cache.shape[0]), dim=-1)
+    if shared.shape != cache.shape:
+        raise UserError(
+            f"vLLM rotates {cache.shape[1]} elements of a head where the configuration says {shared.shape[1]}; "
+            f"use precision=unified_fp8"
+        )
+    cache.copy_(shared)
+    layer.jetrl_table = True
 
 
 def _attention_kernel(layer: nn.Module) -> str | None:

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, Llama3RotaryEmbedding, RotaryEmbedding
 
-from jetrl.attention import rotary_table
 from jetrl.errors import UserError
 
 
@@ -76,21 +75,10 @@ class _Rotary(_Shared):
         super().__init__(*args, **kwargs)
         if isinstance(self, _Rotary):
             config = get_current_vllm_config_or_none()
-            hf_config = config.model_config.hf_config
-            if config.quant_config.flow(config).rollout.exact or rotary_table.obstacle(hf_config) is None:
-                self.fill_cache(hf_config)
+            if config.quant_config.flow(config).rollout.exact:
+                from jetrl.integrations.vllm.exact import fill_rotary_cache
 
-    def fill_cache(self, hf_config: object) -> None:
-        """Overwrite vLLM's cache (positions, cos and sin side by side) with the trainer's table, in place. Raises UserError."""
-        shared = torch.cat(rotary_table.rotary_table(hf_config, self.cos_sin_cache.shape[0]), dim=-1)
-        if shared.shape != self.cos_sin_cache.shape:
-            raise UserError(
-                f"vLLM rotates {self.cos_sin_cache.shape[1]} elements of a head where the configuration says "
-                f"{shared.shape[1]}, which a unified flow cannot share with the trainer; run it with precision=bf16 or "
-                "precision=fp8_rollout"
-            )
-        self.cos_sin_cache.copy_(shared)
-        self.jetrl_table = True
+                fill_rotary_cache(self, config.model_config.hf_config)
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if key is None or not self.is_neox_style:
