@@ -11,6 +11,7 @@ Everything else of the forward is shared by every unified flow already (operator
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
