@@ -36,9 +36,10 @@ def test_a_unified_rollout_splits_no_keys_unless_told_to(tmp_path, arguments, sp
         ({"attention_config": {"backend": "FLASH_ATTN"}}, None),
         ({"attention_config": {"backend": "TRITON_ATTN"}}, "attention_config.backend=TRITON_ATTN"),
         ({"dtype": "float32"}, "torch.float32"),
-        ({"hf_overrides": {"head_dim": 96}}, "not 96"),
+        ({"hf_overrides": {"head_dim": 96}}, "heads of 96"),
+        ({"attention_config": {"flash_attn_version": 2}}, "flash_attn_version=2"),
     ),
-    ids=("default", "FA3 by name", "another backend", "FP32 carriers", "heads of 96"),
+    ids=("default", "FA3 by name", "another backend", "FP32 carriers", "heads of 96", "FA2"),
 )
 def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(
     tmp_path, monkeypatch, caplog, arguments, named
@@ -82,6 +83,14 @@ def test_another_plug_ins_attention_backend_is_left_in_place_and_named(tmp_path,
         assert AttentionBackendEnum.CUSTOM.get_path() == path
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_a_prefix_added_apart_stands_against_whole_keys(tmp_path):
+    from jetrl.integrations.vllm import unsplit_attention
+
+    config = engine_config(tmp_path)
+    config.model_config.disable_cascade_attn = False  # vLLM sets it on a CPU
+    assert unsplit_attention.obstacle(config).startswith("disable_cascade_attn=False")
 
 
 def engine_config(folder, **arguments):

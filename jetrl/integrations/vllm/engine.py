@@ -44,7 +44,8 @@ def prepare(config: VllmConfig, unified: bool) -> None:
     passes.fuse_norm_quant = passes.fuse_act_quant = False
     if not unified:
         return
-    keep_keys_whole(config)
+    if not config.quant_config.flow(config).rollout.exact:  # which insists on it, below
+        keep_keys_whole(config)
     operators.check_registered()
     operators.forget_cached_rotary()
     from jetrl.integrations.vllm.fusion import SharedOperatorFusion
@@ -85,7 +86,7 @@ def keep_keys_whole(config: VllmConfig) -> None:
 
     obstacle = unsplit_attention.obstacle(config)
     if obstacle:
-        _log.warning(f"attention: some tokens will get other bits than in the trainer, because of {obstacle}")
+        _log.warning(f"attention: some tokens will get other bits than in the trainer, because of: {obstacle}")
         return
     unsplit_attention.install(config)
     _log.info(

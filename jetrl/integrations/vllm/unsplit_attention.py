@@ -1,7 +1,7 @@
 """vLLM's FlashAttention 3 whose key loop is never divided: a decoded token then gets the attention bits of a prefill.
 
-The trainer's attention (jetrl/attention/backends.py) does not divide it either. Every unified rollout on a GPU takes this
-backend unless the user asks for splits (engine.py); an exact one insists (exact.py).
+The trainer's attention (jetrl/attention/backends.py) does not divide it either. A unified rollout on a GPU takes this
+backend unless the user asks for splits or something stands against it (`obstacle`); an exact one insists (exact.py).
 """
 
 import copy
@@ -71,12 +71,18 @@ def obstacle(config: VllmConfig) -> str | None:
     asked, size = config.attention_config.backend, config.model_config.get_head_size()
     if asked not in (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.CUSTOM):
         return f"attention_config.backend={asked.name}"
-    if config.model_config.dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention takes no {config.model_config.dtype}"
+    if config.attention_config.flash_attn_version not in (None, 3):
+        return f"attention_config.flash_attn_version={config.attention_config.flash_attn_version}"
+    if config.model_config.dtype is not torch.bfloat16:
+        return f"{config.model_config.dtype} activations"
     if size not in EXACT_HEADS:
-        return f"it was shown for heads of {', '.join(map(str, EXACT_HEADS))}, not {size}"
-    if str(config.cache_config.cache_dtype).startswith("fp8"):
+        return f"attention heads of {size}: it was shown for {', '.join(map(str, EXACT_HEADS))}"
+    if config.cache_config.cache_dtype not in ("auto", "bfloat16"):
         return f"kv_cache_dtype={config.cache_config.cache_dtype}"
+    if not config.model_config.disable_cascade_attn:
+        return "disable_cascade_attn=False, which adds a common prefix apart"
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return f"decode_context_parallel_size={config.parallel_config.decode_context_parallel_size}"
     return fa3_obstacle()
 
 
