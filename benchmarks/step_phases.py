@@ -5,9 +5,8 @@
 
 Every flow is a `jetrl.train` of its own with the embedded tokenizer, on hardware=1gpu; all answers have --tokens tokens (an end
 of sequence is ignored), so that flows do the same work. With several --gpus flows run beside each other, one a GPU; with
-one, one after another. Medians over the steps after the first, which compiles; --warm runs jetrl.warm before each job, and its
-seconds are printed. Without a GPU: hardware=cpu and
-`--shape tiny --prompts 16 --samples 4 --tokens 16 --steps 2`, a rehearsal.
+one, one after another. Medians over the steps after the first, which compiles; --warm runs jetrl.warm for all flows before
+the first job starts; its seconds are printed and are not among --seconds. Without a GPU: hardware=cpu and `--shape tiny --prompts 16 --samples 4 --tokens 16 --steps 2`, a rehearsal.
 """
 
 import argparse
@@ -27,10 +26,10 @@ from rollout_engines import SHAPES
 
 import jetrl.assets
 from jetrl.launch.metrics_log import figures, read_run
+from jetrl.precision.flow import load_flow
 
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
 TOKENIZER = "tiny"  # of jetrl.assets; its special tokens stand for the shape's own
-NOT_WARMED = ("bf16", "fp8_vllm")  # none of their products is jetrl's
 ON_GPU = torch.cuda.is_available()
 
 
@@ -70,12 +69,7 @@ def words_of(arguments: argparse.Namespace, flow: str, model: Path, run: Path, t
 def start(arguments: argparse.Namespace, flow: str, model: Path, folder: Path, gpu: str | None) -> subprocess.Popen:
     temporary = tempfile.mkdtemp(prefix="jx")  # a Unix socket's path has at most 107 characters
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-    words = words_of(arguments, flow, model, folder / flow, temporary)
-    if arguments.warm and flow not in NOT_WARMED:
-        began = time.monotonic()
-        subprocess.run([sys.executable, "-m", "jetrl.warm", *words], check=True, env=environment)
-        print(f"{flow}: jetrl.warm took {time.monotonic() - began:.0f} s", flush=True)
-    command = [sys.executable, "-m", "jetrl.train", *words]
+    command = [sys.executable, "-m", "jetrl.train", *words_of(arguments, flow, model, folder / flow, temporary)]
     log = open(folder / f"{flow}.log", "w")  # noqa: SIM115  (the child's)
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -104,6 +98,19 @@ def compare(rows: list[dict]) -> None:
     """The first row's seconds over each row's."""
     for row in rows:
         row |= {f"{phase}_x": rows[0][phase] / row[phase] for phase in PHASES if phase in rows[0] and row.get(phase)}
+
+
+def warm(arguments: argparse.Namespace, model: Path, folder: Path) -> None:
+    """jetrl.warm for every flow with FP8 products of jetrl's, one after another and before any job is timed."""
+    for name in arguments.flows:
+        flow = load_flow(name)
+        if "fp8" not in (flow.train.linear, flow.rollout.linear):
+            continue
+        began = time.monotonic()
+        words = words_of(arguments, name, model, folder / name, str(folder))
+        if subprocess.run([sys.executable, "-m", "jetrl.warm", *words]).returncode:
+            sys.exit(f"jetrl.warm failed for {name}, see above")
+        print(f"{name}: jetrl.warm took {time.monotonic() - began:.0f} s", flush=True)
 
 
 def run_all(arguments: argparse.Namespace, model: Path, folder: Path) -> list[dict]:
@@ -146,7 +153,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phases-") as name:
         folder = Path(name)
-        rows = run_all(arguments, make_model(arguments.shape, folder), folder)
+        model = make_model(arguments.shape, folder)
+        if arguments.warm:
+            warm(arguments, model, folder)
+        rows = run_all(arguments, model, folder)
     compare(rows)
     print_table([{k: v for k, v in row.items() if not k.endswith(("_spread", "every_step"))} for row in rows])
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}

@@ -64,7 +64,7 @@ def _takes_scaled_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
     return b.shape[0] % 16 == 0 and a.shape[0] >= _CUBLASLT_MIN_ROWS
 
 
-def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype, k_varies: bool) -> torch.Tensor:
+def _blocks(a, a_scale, b, b_scale, dtype: torch.dtype, k_varies: bool = False) -> torch.Tensor:
     """fprop and dgrad: the weight in 128x128 blocks; wgrad with x in such blocks. Every branch gives the same bits."""
     m, n = a.shape[0], b.shape[0]
     backend = backends.current().gemm
@@ -134,4 +134,4 @@ def gemm_nt_accumulate(a, a_scale, b, b_scale, out: torch.Tensor) -> None:
     if tiled:
         accumulate_tiles(a, a_scale, b, b_scale, out)
     else:
-        out += _blocks(a, a_scale, b, b_scale, torch.float32, True)
+        out += _blocks(a, a_scale, b, b_scale, torch.float32)

@@ -44,8 +44,6 @@ def prepare(config: VllmConfig, unified: bool) -> None:
     passes.fuse_norm_quant = passes.fuse_act_quant = False
     if not unified:
         return
-    if not config.quant_config.flow(config).rollout.exact:  # which insists on it, below
-        keep_keys_whole(config)
     operators.check_registered()
     operators.forget_cached_rotary()
     from jetrl.integrations.vllm.fusion import SharedOperatorFusion
@@ -60,6 +58,8 @@ def prepare(config: VllmConfig, unified: bool) -> None:
         from jetrl.integrations.vllm import exact
 
         exact.prepare(config)
+    else:
+        keep_keys_whole(config)
 
 
 def keep_keys_whole(config: VllmConfig) -> None:
