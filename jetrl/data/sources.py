@@ -23,10 +23,14 @@ REASONING_GYM = ("arithmetic", "gsm_symbolic")
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its answer as text. The answer of a generated problem is a whole number in decimal."""
+    """One question with its answer as text. The answer of a generated problem is a whole number in decimal.
+
+    solution: written-out working that ends with "#### answer", where the generator has one that is right.
+    """
 
     question: str
     answer: str
+    solution: str | None = None
 
 
 def generate(task: TaskConfig) -> dict[str, list[Problem]]:
@@ -84,7 +88,23 @@ def problem_stream(task: TaskConfig, stream: int | str) -> Iterator[Problem]:
         )
     for item in items:
         if item["answer"].removeprefix("-").isdigit():  # 1 in 500 of gsm_symbolic is a fraction: not an exact match
-            yield Problem(item["question"], item["answer"])
+            written = item["metadata"].get("answer_cot")
+            yield Problem(
+                item["question"], item["answer"], right_solution(written, item["answer"]) if written else None
+            )
+
+
+def right_solution(written: str, answer: str) -> str | None:
+    """A template's working with the answer as the task writes it ("33.0" is 33), or None where it ends elsewhere.
+
+    gsm_symbolic rounds in some templates' working and not in their answer.
+    """
+    steps, mark, end = written.rpartition("####")
+    try:
+        right = mark and float(end.replace(",", "")) == int(answer)
+    except ValueError:  # a unit or a currency behind the number
+        right = False
+    return f"{steps.rstrip()}\n#### {answer}" if right else None
 
 
 @dataclass(frozen=True)

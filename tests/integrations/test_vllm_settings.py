@@ -42,9 +42,13 @@ def test_a_unified_rollout_splits_no_keys_unless_told_to(tmp_path, arguments, sp
     ids=("default", "FA3 by name", "another backend", "FP32 carriers", "heads of 96", "FA2"),
 )
 def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(
-    tmp_path, monkeypatch, caplog, arguments, named
+    tmp_path, monkeypatch, capsys, arguments, named
 ):
-    """A GPU's part, with the machine's answers given: what tests/gpu and jetrl.verify measure on one."""
+    """A GPU's part, with the machine's answers given: what tests/gpu and jetrl.verify measure on one.
+
+    With FP32 carriers the attention is vLLM's in Triton, which names no precision for its dots: Triton's own is TF32.
+    """
+    from triton import knobs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from jetrl.integrations.vllm import engine, unsplit_attention
@@ -53,18 +57,21 @@ def test_keys_stay_whole_where_fa3_can_do_it_and_the_log_says_where_not(
     before = config.attention_config.backend
     monkeypatch.setattr(engine.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(unsplit_attention, "fa3_obstacle", lambda: None)
-    caplog.set_level("INFO", "jetrl")
-    for _ in range(2):
-        engine.keep_keys_whole(config)
+    with knobs.language.scope():
+        for _ in range(2):
+            engine.keep_keys_whole(config)
+        assert knobs.language.fp32_default == ("ieee" if arguments.get("dtype") == "float32" else None)
+    said = capsys.readouterr().out
     if named:
-        assert config.attention_config.backend == before and named in caplog.text
+        assert config.attention_config.backend == before and named in said
     else:
+        assert "the keys in one piece" in said
         assert AttentionBackendEnum.CUSTOM.get_class() is unsplit_attention.UnsplitBackend
         assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
         assert config.attention_config.flash_attn_version == 3
 
 
-def test_another_plug_ins_attention_backend_is_left_in_place_and_named(tmp_path, monkeypatch, caplog):
+def test_another_plug_ins_attention_backend_is_left_in_place_and_named(tmp_path, monkeypatch, capsys):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -78,7 +85,7 @@ def test_another_plug_ins_attention_backend_is_left_in_place_and_named(tmp_path,
         monkeypatch.setattr(engine.current_platform, "is_cpu", lambda: False)
         monkeypatch.setattr(unsplit_attention, "fa3_obstacle", lambda: None)
         engine.keep_keys_whole(config)
-        assert path in caplog.text and config.attention_config.backend is None
+        assert path in capsys.readouterr().out and config.attention_config.backend is None
         assert path in exact._obstacle(config)
         assert AttentionBackendEnum.CUSTOM.get_path() == path
     finally:

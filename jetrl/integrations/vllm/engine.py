@@ -6,20 +6,19 @@ tells DeepGEMM at every call to take the scales as they are.
 """
 
 import importlib.util
-import logging
 import os
 
+import torch
 from vllm.config import AttentionConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from jetrl.errors import UserError
+from jetrl.integrations.protocol import announce
 from jetrl.integrations.vllm import operators
 
 _PASS_KEY = "post_grad_custom_post_pass"
 
 _UNSPLIT = 1  # of attention_config.flash_attn_max_num_splits_for_cuda_graph
-
-_log = logging.getLogger("jetrl")
 
 
 def prepare_environment() -> None:
@@ -74,7 +73,7 @@ def keep_keys_whole(config: VllmConfig) -> None:
         _UNSPLIT,
         AttentionConfig().flash_attn_max_num_splits_for_cuda_graph,
     ):
-        _log.info(
+        announce(
             "attention: a decode's keys are split as attention_config says, so tokens get other bits than in the trainer"
         )
         return
@@ -82,14 +81,27 @@ def keep_keys_whole(config: VllmConfig) -> None:
     attention.flash_attn_max_num_splits_for_cuda_graph = _UNSPLIT
     if current_platform.is_cpu():
         return
+    if config.model_config.dtype is torch.float32:
+        multiply_in_fp32()
     from jetrl.integrations.vllm import unsplit_attention
 
     obstacle = unsplit_attention.obstacle(config)
     if obstacle:
-        _log.warning(f"attention: some tokens will get other bits than in the trainer, because of: {obstacle}")
+        announce(f"attention: some tokens will get other bits than in the trainer, because of: {obstacle}")
         return
     unsplit_attention.install(config)
-    _log.info(
+    announce(
         "attention: FA3 with the keys in one piece, so that tokens get the trainer's bits; splitting is faster while few long "
         "sequences run: attention_config.flash_attn_max_num_splits_for_cuda_graph=16"
     )
+
+
+def multiply_in_fp32() -> None:
+    """FP32 activations: vLLM's Triton attention multiplies as FP32, not as TF32, which is Triton's default for its dots.
+
+    The trainer's attention (torch's SDPA) keeps FP32. TF32's step is 2e-3 relative on attention's output, more than BF16's
+    FA3 differs by when both engines run it. Only vLLM's own kernels are touched: jetrl's multiply FP8.
+    """
+    from triton import knobs
+
+    knobs.language.fp32_default = "ieee"
