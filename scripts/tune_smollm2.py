@@ -16,6 +16,7 @@ import json
 import math
 import random
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -38,12 +39,11 @@ LONGEST_ANSWER = 320
 def problems(seed: int, count: int, file: Path | None) -> tuple[list[Problem], list[Problem]]:
     """(validation, training problems with their working). file: .jsonl.gz to keep them in, read where it exists.
 
-    The file is for machines without reasoning-gym.
+    The file is for machines without reasoning-gym. It may hold fewer than `count`.
     """
     if file is not None and file.is_file():
-        with gzip.open(file, "rt") as lines:
-            splits = [[Problem(**row) for row in map(json.loads, part)] for part in _parts(lines)]
-        return splits[0], splits[1]
+        validation, training = read(file)
+        return validation, training[:count]
     validation = generate(load_task(TASK))["val"]
     held_out = {problem.question for problem in validation}
     stream = (
@@ -52,17 +52,24 @@ def problems(seed: int, count: int, file: Path | None) -> tuple[list[Problem], l
     training = list(itertools.islice(stream, count))
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(file, "wt") as out:
+        part = file.with_name(file.name + ".part")  # moved into place when whole
+        with gzip.open(part, "wt") as out:
             for problem in (*validation, None, *training):
                 out.write(json.dumps(problem and vars(problem)) + "\n")
+        part.replace(file)
     return validation, training
 
 
-def _parts(lines) -> list[list[str]]:
-    """The two halves of the file, which a line `null` divides."""
-    rows = list(lines)
-    middle = rows.index("null\n")
-    return [rows[:middle], rows[middle + 1 :]]
+def read(file: Path) -> tuple[list[Problem], list[Problem]]:
+    """The two halves of a file that `problems` wrote; a line `null` divides them."""
+    try:
+        with gzip.open(file, "rt") as lines:
+            rows = [json.loads(line) for line in lines]
+        middle = rows.index(None)
+        validation, training = ([Problem(**row) for row in part] for part in (rows[:middle], rows[middle + 1 :]))
+    except (OSError, EOFError, ValueError, TypeError, zlib.error) as e:
+        raise SystemExit(f"--examples {file} cannot be read; delete it to have it made anew") from e
+    return validation, training
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[list[int], list[int]]:
@@ -159,6 +166,10 @@ def main(argv: list[str] | None = None) -> dict:
     args = parse(argv)
     torch.manual_seed(args.seed)
     validation, training = problems(args.seed, args.count, args.examples)
+    if len(training) < args.batch:
+        raise SystemExit(
+            f"--examples {args.examples} holds {len(training)} training problem(s), fewer than --batch {args.batch}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device)
     result = tune(model, tokenizer, training, validation[: args.check], args)
