@@ -1,6 +1,7 @@
 """What jetrl changes in a real vLLM configuration while a model is built, and what it leaves to the user."""
 
 import pytest
+import torch
 from checkpoints_for_tests import save_checkpoint
 
 # Importing vLLM takes half a minute here, and it inspects the architecture in a process of its own.
@@ -98,6 +99,59 @@ def test_a_prefix_added_apart_stands_against_whole_keys(tmp_path):
     config = engine_config(tmp_path)
     config.model_config.disable_cascade_attn = False  # vLLM sets it on a CPU
     assert unsplit_attention.obstacle(config).startswith("disable_cascade_attn=False")
+
+
+def test_an_exact_flow_refuses_what_stands_against_whole_keys_and_names_operator_and_key(tmp_path, monkeypatch):
+    """Every sentence of both checks, on one configuration, with the machine's answers given."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from jetrl.errors import UserError
+    from jetrl.integrations.vllm import exact, unsplit_attention
+
+    config = engine_config(tmp_path, logprobs_mode="processed_logprobs")
+    model, attention = config.model_config, config.attention_config
+    parallel = config.parallel_config
+    model.disable_cascade_attn = True
+    heads = {"size": 64}
+    monkeypatch.setattr(type(model), "get_head_size", lambda self: heads["size"])
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    monkeypatch.setattr(unsplit_attention, "fa3_obstacle", lambda: None)
+    everywhere = (
+        (attention, "backend", AttentionBackendEnum.TRITON_ATTN, "attention_config.backend=TRITON_ATTN (remove it)"),
+        (config.cache_config, "cache_dtype", "fp8", "kv_cache_dtype=fp8 (set it to auto)"),
+        (config.cache_config, "cache_dtype", "fp8_e5m2", "kv_cache_dtype=fp8_e5m2 (set it to auto)"),
+        (model, "disable_cascade_attn", False, "disable_cascade_attn=False, which adds a common prefix apart"),
+        (parallel, "decode_context_parallel_size", 2, "decode_context_parallel_size=2 (set it to 1)"),
+    )
+    on_a_gpu = (
+        (attention, "backend", AttentionBackendEnum.CPU_ATTN, "attention_config.backend=CPU_ATTN (remove it)"),
+        (attention, "flash_attn_version", 2, "attention_config.flash_attn_version=2 (remove it)"),
+        (model, "dtype", torch.float16, "dtype=torch.float16: it was shown for torch.bfloat16"),
+        (heads, "size", 96, "attention heads of 96: it was shown for 64, 128, 256"),
+        (unsplit_attention, "fa3_obstacle", lambda: "no GPU is visible", "no GPU is visible"),
+    )
+    of_the_rest = (
+        (parallel, "tensor_parallel_size", 2, "o_proj and down_proj ", "tensor_model_parallel_size=2; set it to 1"),
+        (config, "speculative_config", object(), "log_softmax ", "remove speculative_config"),
+        (config, "lora_config", object(), "linear layers ", "remove enable_lora"),
+        (model, "logprobs_mode", "raw_logprobs", "log_softmax ", "logprobs_mode=processed_logprobs, not raw_logprobs"),
+    )
+    runner = (type(config), "use_v2_model_runner", False, "log_softmax ", "set VLLM_USE_V2_MODEL_RUNNER=1")
+    attention_operator = "attention would have other bits than the trainer's, because of "
+    for on_cpu in (True, False):
+        monkeypatch.setattr(exact.current_platform, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
+        assert exact._obstacle(config) is None
+        cases = [(*case[:3], attention_operator, case[3]) for case in (*everywhere, *(() if on_cpu else on_a_gpu))]
+        for owner, key, value, operator, says in (*cases, *of_the_rest, *(() if on_cpu else (runner,))):
+            with monkeypatch.context() as patch:
+                set_one = patch.setitem if isinstance(owner, dict) else patch.setattr
+                set_one(owner, key, value)
+                with pytest.raises(UserError, match=r"^precision=unified_exact .*; or use precision=unified_fp8$") as e:
+                    exact.prepare(config)
+                assert f"cannot run this rollout: {operator}" in str(e.value) and says in str(e.value)
+    assert exact._obstacle(config) is None
+    unsplit_attention.install(config)  # what `prepare` does once nothing stands against it: every layer asks for it
+    assert exact._obstacle(config) is None
 
 
 def engine_config(folder, **arguments):

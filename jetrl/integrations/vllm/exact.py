@@ -15,17 +15,11 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from jetrl.attention.choice import fa3_obstacle
 from jetrl.attention.rotary_table import rotary_table
 from jetrl.errors import UserError
 from jetrl.integrations.vllm import exact_cpu
 from jetrl.precision.graph import Operator
-from jetrl.precision.kernels import EXACT_HEADS
-
-# What may have been asked for: the backends that are replaced, and their replacement.
-_BACKENDS = ("FLASH_ATTN", "CUSTOM", "CPU_ATTN")
 
 
 def prepare(config: VllmConfig) -> None:
@@ -42,7 +36,7 @@ def prepare(config: VllmConfig) -> None:
 
 def _obstacle(config: VllmConfig) -> str | None:
     """What stands against equal bits, with the operator it touches and the key to change, or None."""
-    parallel, attention = config.parallel_config, config.attention_config
+    parallel = config.parallel_config
     if parallel.tensor_parallel_size > 1:
         return (
             f"o_proj and down_proj add their shards in another order under tensor_model_parallel_size="
@@ -52,30 +46,24 @@ def _obstacle(config: VllmConfig) -> str | None:
         return "log_softmax takes another path under speculative decoding; remove speculative_config"
     if config.lora_config is not None:
         return "linear layers add LoRA terms that the trainer's layer does not have; remove enable_lora"
-    if attention.backend not in (None, *(getattr(AttentionBackendEnum, name) for name in _BACKENDS)):
-        return f"attention needs vLLM's default backend, not {attention.backend.name}; remove attention_config.backend"
-    if str(config.cache_config.cache_dtype).startswith("fp8"):
-        return f"attention reads keys from a cache in {config.cache_config.cache_dtype}; set kv_cache_dtype=auto"
-    if not config.model_config.disable_cascade_attn:
-        return "attention adds a common prefix apart in cascade attention; remove disable_cascade_attn=False"
     if config.model_config.logprobs_mode != "processed_logprobs":
         return (
             f"log_softmax must be of the processed logits; set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, "
             f"not {config.model_config.logprobs_mode}"
         )
-    if current_platform.is_cpu():
-        return None
-    from jetrl.integrations.vllm.unsplit_attention import other_custom_backend
-
-    if other := other_custom_backend():
-        return f"attention needs vLLM's backend CUSTOM for itself, and it is {other}; remove that plug-in"
-    if not config.use_v2_model_runner:
+    if found := _attention_obstacle(config):
+        return f"attention would have other bits than the trainer's, because of {found}"
+    if not current_platform.is_cpu() and not config.use_v2_model_runner:
         return "log_softmax is shared with vLLM's V2 model runner only; set VLLM_USE_V2_MODEL_RUNNER=1 for this engine"
-    size = config.model_config.get_head_size()
-    if size not in EXACT_HEADS:
-        return f"attention has heads of {size}, and FA3's bits agree for {', '.join(map(str, EXACT_HEADS))} only"
-    missing = fa3_obstacle()
-    return f"attention needs vLLM's FA3: {missing}" if missing else None
+    return None
+
+
+def _attention_obstacle(config: VllmConfig) -> str | None:
+    from jetrl.integrations.vllm import unsplit_attention
+
+    if current_platform.is_cpu():  # the names of a GPU's backends mean nothing there: vLLM takes its own for CPUs
+        return unsplit_attention.settings_obstacle(config, ("CPU_ATTN", "FLASH_ATTN", "CUSTOM"))
+    return unsplit_attention.obstacle(config)
 
 
 def fill_rotary_cache(layer: nn.Module, hf_config: object) -> None:

@@ -58,32 +58,34 @@ class UnsplitBackend(FlashAttentionBackend):
 _PATH = f"{UnsplitBackend.__module__}.{UnsplitBackend.__qualname__}"
 
 
-def other_custom_backend() -> str | None:
-    """The class that another plug-in has put into vLLM's one place for a backend from outside, or None."""
-    custom = AttentionBackendEnum.CUSTOM
-    return custom.get_path() if custom.is_overridden() and custom.get_path() != _PATH else None
-
-
 def obstacle(config: VllmConfig) -> str | None:
-    """Why this engine cannot take the backend, or None."""
-    if other := other_custom_backend():
-        return f"vLLM's attention backend CUSTOM, which is {other}"
-    asked, size = config.attention_config.backend, config.model_config.get_head_size()
-    if asked not in (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.CUSTOM):
-        return f"attention_config.backend={asked.name}"
+    """Why this engine cannot take the backend, with what to set instead in brackets, or None."""
+    custom, size = AttentionBackendEnum.CUSTOM, config.model_config.get_head_size()
+    if custom.is_overridden() and custom.get_path() != _PATH:
+        return f"vLLM's attention backend CUSTOM, which is {custom.get_path()} (remove that plug-in)"
+    if found := settings_obstacle(config, ("FLASH_ATTN", "CUSTOM")):
+        return found
     if config.attention_config.flash_attn_version not in (None, 3):
-        return f"attention_config.flash_attn_version={config.attention_config.flash_attn_version}"
+        return f"attention_config.flash_attn_version={config.attention_config.flash_attn_version} (remove it)"
     if config.model_config.dtype is not torch.bfloat16:
-        return f"{config.model_config.dtype} activations"
+        return f"dtype={config.model_config.dtype}: it was shown for torch.bfloat16"
     if size not in EXACT_HEADS:
         return f"attention heads of {size}: it was shown for {', '.join(map(str, EXACT_HEADS))}"
-    if config.cache_config.cache_dtype not in ("auto", "bfloat16"):
-        return f"kv_cache_dtype={config.cache_config.cache_dtype}"
-    if not config.model_config.disable_cascade_attn:
-        return "disable_cascade_attn=False, which adds a common prefix apart"
-    if config.parallel_config.decode_context_parallel_size > 1:
-        return f"decode_context_parallel_size={config.parallel_config.decode_context_parallel_size}"
     return fa3_obstacle()
+
+
+def settings_obstacle(config: VllmConfig, backends: tuple[str, ...]) -> str | None:
+    """The part of `obstacle` that holds on every device. backends: the names that may have been asked for."""
+    asked = config.attention_config.backend
+    if asked is not None and asked.name not in backends:
+        return f"attention_config.backend={asked.name} (remove it)"
+    if config.cache_config.cache_dtype not in ("auto", "bfloat16"):
+        return f"kv_cache_dtype={config.cache_config.cache_dtype} (set it to auto)"
+    if not config.model_config.disable_cascade_attn:
+        return "disable_cascade_attn=False, which adds a common prefix apart (remove it)"
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return f"decode_context_parallel_size={config.parallel_config.decode_context_parallel_size} (set it to 1)"
+    return None
 
 
 def install(config: VllmConfig) -> None:
