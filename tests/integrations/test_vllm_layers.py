@@ -51,6 +51,54 @@ def test_only_an_engine_of_a_unified_flow_gets_the_trainers_operators(vllm_model
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_unified_rollout_turns_by_the_trainers_cosines_where_vllms_differ_in_the_last_bit(
+    vllm_model, monkeypatch, architecture, dtype
+):
+    """The last bit as a GPU's powers have it; a trainer's module on this device says what the table must hold."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    from jetrl.integrations.vllm import operators
+
+    powers = RotaryEmbedding._compute_inv_freq
+    inexact = lambda self, base: torch.nextafter(powers(self, base), torch.tensor(0.0))  # noqa: E731
+    monkeypatch.setattr(RotaryEmbedding, "_compute_inv_freq", inexact)
+    longer = {"max_position_embeddings": 4096}
+    operators.forget_cached_rotary()
+    stock, _ = vllm_model(architecture, "bf16", dtype=dtype, hf_overrides=longer)
+    model, config = vllm_model(architecture, dtype=dtype, hf_overrides=longer)
+    (before,), (after,) = (
+        {m.cos_sin_cache for m in each.modules() if hasattr(m, "cos_sin_cache")} for each in (stock, model)
+    )
+    hf_config = AutoConfig.from_pretrained(config.model, **longer)
+    trainer = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).model.rotary_emb
+    cos, sin = trainer(torch.empty(0, dtype=getattr(torch, dtype)), torch.arange(4096)[None])
+    half = cos.shape[-1] // 2
+    expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+    assert torch.equal(after, expected)
+    assert after.dtype == before.dtype and not torch.equal(before, expected)
+
+
+def test_cosines_of_another_rotation_stay_vllms_and_are_named(vllm_model, monkeypatch, capsys):
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    from jetrl.integrations.vllm import operators
+
+    operators.forget_cached_rotary()
+    powers = RotaryEmbedding._compute_inv_freq
+    monkeypatch.setattr(RotaryEmbedding, "_compute_inv_freq", lambda self, base: powers(self, base * 1.01))
+    tables = []
+    for flow in ("bf16", "unified_fp8"):
+        model, _ = vllm_model("qwen3", flow)
+        tables += [m.cos_sin_cache for m in model.modules() if hasattr(m, "cos_sin_cache")][:1]
+    assert torch.equal(*tables)
+    assert "rotary: some tokens will get other bits than in the trainer, because of cosines that differ" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_both_wires_leave_the_same_bytes_whatever_the_buckets(vllm_model, architecture):
     model, config = vllm_model(architecture)
     state = state_of(architecture)

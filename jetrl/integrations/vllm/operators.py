@@ -15,6 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, Llama3RotaryEmbedding, RotaryEmbedding
 
 from jetrl.errors import UserError
+from jetrl.integrations.vllm.rotary_cache import follow_trainer
 
 
 def _engine_is_unified() -> bool:
@@ -79,6 +80,8 @@ class _Rotary(_Shared):
                 from jetrl.integrations.vllm.exact import fill_rotary_cache
 
                 fill_rotary_cache(self, config.model_config.hf_config)
+            else:
+                follow_trainer(self, config.model_config.hf_config)
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if key is None or not self.is_neox_style:
