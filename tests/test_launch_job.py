@@ -129,6 +129,14 @@ raise error
     assert "Traceback" in (run_dir / "log.txt").read_text()
 
 
+def test_an_interrupted_job_is_not_recorded_as_failed(tmp_path):
+    wrapper = RuntimeError("a wrapper")
+    wrapper.cause = KeyboardInterrupt()
+    for error in (KeyboardInterrupt(), wrapper):
+        worker_entry._Report(tmp_path / worker_entry.FAILURE)(type(error), error, None)
+    assert not (tmp_path / worker_entry.FAILURE).exists()
+
+
 def test_an_old_failure_is_not_shown_for_a_new_one(cfg, run_dir):
     run_dir.mkdir()
     (run_dir / worker_entry.FAILURE).write_text(json.dumps({"type": "E", "message": "old"}))

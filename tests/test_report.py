@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_for_tests import STEPS, metrics, write_metrics, write_run, write_sweep
 
 from jetrl.report import main
-from jetrl.reporting import compare, graph_verdict, measures, svg
+from jetrl.reporting import compare, graph_verdict, measures, svg, tables
 from jetrl.reporting.groups import baseline_of, group_runs
 from jetrl.reporting.png import standalone
 from jetrl.reporting.runs import load_runs
@@ -161,6 +161,22 @@ def test_the_difference_from_bf16_is_taken_at_the_last_validation_that_all_share
     assert difference.step == 8
     assert difference.value == pytest.approx(-0.04)
     assert difference.spread == pytest.approx(math.sqrt(2 * 0.05**2 + 2 * 0.01**2))
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(6.23, "6.2x"), (2549.0, "2500x"), (3.5e11, "1e11 times")])
+def test_a_ratio_of_mismatches_has_two_digits_or_its_order_of_magnitude(ratio, text):
+    assert compare._times(ratio) == text
+
+
+def test_runs_that_shared_a_gpu_are_given_no_speed(tmp_path):
+    last = []
+    for hardware in ("1gpu", "side_by_side"):
+        for flow in ("bf16", "unified_fp8"):
+            write_run(tmp_path / hardware, flow, choices__hardware=hardware)
+        page = tables.flow_table(table_of(tmp_path / hardware))
+        last.append([re.sub("<[^>]*>", "", row).split()[-1] for row in page.split("</tr>")[1:-1]])
+    (_, alone), (_, shared) = last
+    assert re.fullmatch(r".*[0-9]x", alone) and shared.endswith("-")
 
 
 def test_the_verdict_names_the_flow_that_degrades_and_the_one_that_does_not(sweep):

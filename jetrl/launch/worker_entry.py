@@ -60,15 +60,19 @@ def _wait(fileno: int) -> Path:
 
 
 class _Report:
-    """An excepthook: the root cause as JSON for the parent, then Python's own traceback into the log."""
+    """An excepthook: the root cause as JSON for the parent, then Python's own traceback into the log.
+
+    An interruption is no failure: a run that was stopped is shown as broken off, not as crashed.
+    """
 
     def __init__(self, file: Path):
         self._file = file
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         cause = root_cause(error)
-        record = {"type": type(cause).__name__, "message": str(cause)}
-        self._file.write_text(json.dumps(record))
+        if not isinstance(cause, KeyboardInterrupt):
+            record = {"type": type(cause).__name__, "message": str(cause)}
+            self._file.write_text(json.dumps(record))
         sys.__excepthook__(kind, error, trace)
 
 

@@ -21,6 +21,7 @@ from jetrl.reporting.measures import (
     tokens_per_second,
     values,
 )
+from jetrl.reporting.runs import Run
 from jetrl.reporting.svg import number
 
 # An accuracy counts as BF16's where it is within the seeds' spread of it, or within 1 % absolute.
@@ -214,7 +215,18 @@ def _ratio(mine: dict[int, float], theirs: dict[int, float], common: list[int]) 
     if middle_mine <= 0 or middle_theirs <= 0:
         return text
     ratio = middle_theirs / middle_mine
-    return f"{text} ({ratio:.3g}x lower)" if ratio >= 1 else f"{text} ({1 / ratio:.3g}x higher)"
+    return f"{text} ({_times(ratio)} lower)" if ratio >= 1 else f"{text} ({_times(1 / ratio)} higher)"
+
+
+def _times(ratio: float) -> str:
+    """ "6.2x", "2500x"; from a million on, where only the order of magnitude speaks, "1e11 times"."""
+    if ratio < 1e6:
+        return f"{number(float(f'{ratio:.2g}'))}x"
+    return f"1e{math.floor(math.log10(ratio))} times"
+
+
+def shared_a_gpu(run: Run) -> bool:
+    return run.flat.get("choices.hardware") == SHARED_GPU
 
 
 def _by_step(group: Group) -> dict[int, float]:
@@ -253,7 +265,7 @@ def limits(table: list[Row]) -> list[str]:
         for run in runs
         for step, why in sorted(run.marked.items())
     ]
-    if any(run.flat.get("choices.hardware") == SHARED_GPU for run in runs):
+    if any(shared_a_gpu(run) for run in runs):
         result.append("Runs were set up to share a GPU (hardware=side_by_side): their seconds do not compare flows.")
     alone = [r.group.label for r in table if not (r.difference or r.paired) and r.group.flow not in (None, BASELINE)]
     if alone and any(row.group.flow == BASELINE for row in table):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 
 from jetrl.launch.shareable import clean_text
-from jetrl.reporting.compare import Row
+from jetrl.reporting.compare import Row, shared_a_gpu
 from jetrl.reporting.groups import is_label
 from jetrl.reporting.measures import Spread, first_and_last
 from jetrl.reporting.runs import Run
@@ -86,6 +86,8 @@ def _speed(row: Row, table: list[Row]) -> str:
     base = next((r for r in table if r.group is (row.difference.baseline if row.difference else None)), None)
     if row.group.flow == "bf16":
         return "1"
+    if any(shared_a_gpu(run) for run in row.group.runs):
+        return "-"
     if base is None or not base.tokens_per_second.mean or not row.tokens_per_second.mean:
         return "-"
     return f"{row.tokens_per_second.mean / base.tokens_per_second.mean:.2f}x"
