@@ -133,6 +133,8 @@ def keep(run: Run, root: Path, target: Path, side_by_side: int) -> dict:
         if (folder / name).is_file():
             lines = [json.dumps(clean(json.loads(line), names)) for line in (folder / name).read_text().splitlines()]
             (kept / name).write_text("".join(f"{line}\n" for line in lines))
+        else:
+            (kept / name).unlink(missing_ok=True)  # an earlier attempt's
     steps = read_run(folder / METRICS) if (folder / METRICS).is_file() else {}
     lines = [
         json.dumps({"step": step, "data": {k: _rounded(v) for k, v in data.items() if KEPT.match(k)}})

@@ -144,7 +144,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.2, help="stop at this accuracy of sampled answers")
     parser.add_argument("--count", type=int, default=12000, help="training problems")
-    parser.add_argument("--examples", type=Path, help="keep the problems in this .jsonl.gz, or read them from it")
+    parser.add_argument(
+        "--examples",
+        type=Path,
+        help="keep the problems in this .jsonl.gz, or read them from it, whatever --seed made them",
+    )
     parser.add_argument("--steps", type=int, default=600, help="the most steps")
     parser.add_argument("--batch", type=int, default=32, help="problems a step")
     parser.add_argument("--lr", type=float, default=1e-4)

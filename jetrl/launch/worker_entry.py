@@ -62,7 +62,7 @@ def _wait(fileno: int) -> Path:
 class _Report:
     """An excepthook: the root cause as JSON for the parent, then Python's own traceback into the log.
 
-    An interruption is no failure: a run that was stopped is shown as broken off, not as crashed.
+    An interruption of this process is no failure: a run that was stopped is shown as broken off, not as crashed.
     """
 
     def __init__(self, file: Path):
@@ -70,7 +70,7 @@ class _Report:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         cause = root_cause(error)
-        if not isinstance(cause, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt):
             record = {"type": type(cause).__name__, "message": str(cause)}
             self._file.write_text(json.dumps(record))
         sys.__excepthook__(kind, error, trace)

@@ -86,9 +86,9 @@ def _speed(row: Row, table: list[Row]) -> str:
     base = next((r for r in table if r.group is (row.difference.baseline if row.difference else None)), None)
     if row.group.flow == "bf16":
         return "1"
-    if any(shared_a_gpu(run) for run in row.group.runs):
+    if base is None or any(shared_a_gpu(run) for run in (*row.group.runs, *base.group.runs)):
         return "-"
-    if base is None or not base.tokens_per_second.mean or not row.tokens_per_second.mean:
+    if not base.tokens_per_second.mean or not row.tokens_per_second.mean:
         return "-"
     return f"{row.tokens_per_second.mean / base.tokens_per_second.mean:.2f}x"
 

@@ -98,6 +98,53 @@ def test_cosines_of_another_rotation_stay_vllms_and_are_named(vllm_model, monkey
     )
 
 
+def test_the_cosines_need_no_matrix_product(monkeypatch):
+    """In vLLM's worker one may be TF32 (batch-invariant mode, which VeRL's full_determinism switches on): angles off by 0.4."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import Qwen3Config
+
+    from jetrl.integrations.vllm import rotary_cache
+
+    called = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    config = Qwen3Config(head_dim=64, max_position_embeddings=40000, vocab_size=256, num_hidden_layers=1)
+    ((frequencies, scaling),) = rotary_cache._trainer_frequencies(config)
+    monkeypatch.setattr(rotary_cache, "_trainer_frequencies", lambda config: [(frequencies, scaling)])
+    cache = table_in_float64(frequencies, 40000).to(torch.bfloat16)
+    with Record():
+        assert rotary_cache._fill(cache, config) is None
+    assert {"cos", "sin", "mul"} <= called and not called & {"mm", "bmm", "matmul", "addmm", "baddbmm"}
+    assert torch.equal(cache, rotary_cache._rows(frequencies, scaling, 0, 40000, torch.bfloat16))
+
+
+def table_in_float64(frequencies, rows):
+    angles = torch.arange(rows, dtype=torch.float64)[:, None] * frequencies.to(torch.float64)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@pytest.mark.parametrize("family", ["Cohere", "Gemma3Text"])
+def test_rotary_modules_of_another_form_are_left_to_vllm(family):
+    """Interleaved pairs; one table for each type of layer. vLLM's own table has the same values as a plain one would."""
+    import transformers
+
+    from jetrl.integrations.vllm import rotary_cache
+
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=256, rope_parameters=None,
+    )  # fmt: skip
+    theta = (config.rope_parameters or {}).get("rope_theta") or 1e4
+    before = table_in_float64(theta ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64), 512).to(torch.bfloat16)
+    cache = before.clone()
+    assert rotary_cache._fill(cache, config) is not None
+    assert torch.equal(cache, before)
+
+
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_both_wires_leave_the_same_bytes_whatever_the_buckets(vllm_model, architecture):
     model, config = vllm_model(architecture)

@@ -68,6 +68,8 @@ def keep_keys_whole(config: VllmConfig) -> None:
     of 64 FA3 steps over them in another way than in a prefill: both add in another order, and attention was the one operator
     of the layers with other bits than in the trainer. Figures: benchmarks/ROLLOUT.md.
     """
+    if config.model_config.dtype is torch.float32 and not current_platform.is_cpu():
+        multiply_in_fp32()
     attention = config.attention_config
     if attention.flash_attn_max_num_splits_for_cuda_graph not in (
         _UNSPLIT,
@@ -81,8 +83,6 @@ def keep_keys_whole(config: VllmConfig) -> None:
     attention.flash_attn_max_num_splits_for_cuda_graph = _UNSPLIT
     if current_platform.is_cpu():
         return
-    if config.model_config.dtype is torch.float32:
-        multiply_in_fp32()
     from jetrl.integrations.vllm import unsplit_attention
 
     obstacle = unsplit_attention.obstacle(config)

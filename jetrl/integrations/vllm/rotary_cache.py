@@ -17,6 +17,7 @@ from jetrl.precision.build_hf import meta_model
 from jetrl.precision.hf_parts import is_rotary
 
 CHUNK = 16384  # positions at a time: the float32 angles of a 128k table at once would be 130 MB
+PROBED = 512  # positions at which a module is asked whether it computes what `_rows` does
 
 
 def follow_trainer(layer: nn.Module, hf_config: object) -> None:
@@ -29,11 +30,10 @@ def follow_trainer(layer: nn.Module, hf_config: object) -> None:
 def tolerance(rows: int, dtype: torch.dtype) -> float:
     """How far two tables of one rotation can lie apart: by the angle, and by one rounding to the table's dtype.
 
-    Two float32 powers, each within 2 ulp, and two products, each within half of one, give frequencies and angles within
-    5 * 2^-23 of each other, relative; an angle is at most `rows`, and a cosine moves no more than its angle. Another
-    base, scaling or order of pairs is off by 0.1 and more somewhere in a table.
+    CUDA's float32 power is within 4 ulp; the other power, both reciprocals and both products are within half of one each:
+    angles within 8 * 2^-23 of each other, relative. An angle is at most `rows`, and a cosine moves no more than its angle.
     """
-    return rows * 5 * 2.0**-23 + torch.finfo(dtype).eps
+    return rows * 8 * 2.0**-23 + torch.finfo(dtype).eps
 
 
 @torch.no_grad()
@@ -41,33 +41,49 @@ def _fill(cache: torch.Tensor, hf_config: object) -> str | None:
     kind = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in STATIC_TYPES:
         return f"rotary embeddings of type {kind}, whose frequencies follow the sequence"
-    allowed, nearest = tolerance(*cache.shape[:1], cache.dtype), float("inf")
-    for module in _trainer_modules(hf_config):
-        table = torch.cat([_rows(module, start, cache) for start in range(0, cache.shape[0], CHUNK)])
-        if table.shape != cache.shape:
+    # The first rows decide: over a million of them the angle's own error would hide another base.
+    judged = min(cache.shape[0], CHUNK)
+    allowed, nearest = tolerance(judged, cache.dtype), None
+    for frequencies, scaling in _trainer_frequencies(hf_config):
+        if cache.shape[1] != 2 * len(frequencies):
             continue
-        apart = (table.float() - cache.float()).abs().max().item()
+        frequencies = frequencies.to(cache.device)
+        apart = (
+            (_rows(frequencies, scaling, 0, judged, cache.dtype).float() - cache[:judged].float()).abs().max().item()
+        )
         if apart <= allowed:
-            cache.copy_(table)
+            for start in range(0, cache.shape[0], CHUNK):
+                end = min(start + CHUNK, cache.shape[0])
+                cache[start:end] = _rows(frequencies, scaling, start, end, cache.dtype)
             return None
-        nearest = min(nearest, apart)
-    if nearest == float("inf"):
+        nearest = apart if nearest is None else min(nearest, apart)
+    if nearest is None:
         return "a rotary embedding that transformers has in another form than vLLM"
     return f"cosines that differ from transformers' by {nearest:.2g}, more than the {allowed:.2g} of rounding"
 
 
-def _trainer_modules(hf_config: object) -> Iterator[nn.Module]:
-    """The rotary modules of the Hugging Face model, frequencies made on the CPU as from_pretrained makes them."""
+def _trainer_frequencies(hf_config: object) -> Iterator[tuple[torch.Tensor, float]]:
+    """(frequencies, scaling) of the Hugging Face model's rotary modules, made on the CPU as from_pretrained makes them."""
     for module in meta_model(hf_config).modules():
-        takes = list(inspect.signature(module.forward).parameters) if is_rotary(module) else None
-        if takes == ["x", "position_ids"] and hasattr(module, "config"):
-            with torch.device("cpu"):  # vLLM builds models with the GPU as the default
-                yield type(module)(config=module.config)
+        config = getattr(module, "config", None) if is_rotary(module) else None
+        if config is None or list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
+            continue
+        with torch.device("cpu"):  # vLLM builds models with the GPU as the default
+            module = type(module)(config=config)
+            cos, sin = module(torch.empty(0, dtype=torch.float32), torch.arange(PROBED)[None])
+            frequencies, scaling = module.inv_freq, module.attention_scaling
+            half, expected = len(frequencies), _rows(frequencies, scaling, 0, PROBED, torch.float32)
+        if torch.equal(torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), expected):
+            yield frequencies, scaling
 
 
-def _rows(module: nn.Module, start: int, cache: torch.Tensor) -> torch.Tensor:
-    """(n, R): cos and sin of CHUNK positions as the trainer's forward computes them, half of each, side by side."""
-    positions = torch.arange(start, min(start + CHUNK, cache.shape[0]), device=cache.device)[None]
-    cos, sin = module.to(cache.device)(torch.empty(0, dtype=cache.dtype, device=cache.device), positions)
-    half = cos.shape[-1] // 2
-    return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+def _rows(frequencies: torch.Tensor, scaling: float, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """(end - start, R): cos and sin of these positions, side by side, as transformers computes them on this device.
+
+    transformers has each angle from a matrix product over one element, which is the float32 product. That product itself is
+    taken here: in vLLM's worker a matrix product may be TF32 (VLLM_BATCH_INVARIANT, VLLM_FLOAT32_MATMUL_PRECISION), and it
+    would be the first to call cuBLAS, whose workspace would then lie in the memory that sleep mode unmaps.
+    """
+    positions = torch.arange(start, end, device=frequencies.device).float()
+    angles = positions[:, None] * frequencies.float()
+    return torch.cat((angles.cos() * scaling, angles.sin() * scaling), dim=-1).to(dtype)

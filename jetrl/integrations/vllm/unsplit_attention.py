@@ -59,7 +59,7 @@ _PATH = f"{UnsplitBackend.__module__}.{UnsplitBackend.__qualname__}"
 
 
 def obstacle(config: VllmConfig) -> str | None:
-    """Why this engine cannot take the backend, with what to set instead in brackets, or None."""
+    """Why this engine cannot take the backend, with what to set instead in brackets where a key decides, or None."""
     custom, size = AttentionBackendEnum.CUSTOM, config.model_config.get_head_size()
     if custom.is_overridden() and custom.get_path() != _PATH:
         return f"vLLM's attention backend CUSTOM, which is {custom.get_path()} (remove that plug-in)"
@@ -79,7 +79,7 @@ def settings_obstacle(config: VllmConfig, backends: tuple[str, ...]) -> str | No
     asked = config.attention_config.backend
     if asked is not None and asked.name not in backends:
         return f"attention_config.backend={asked.name} (remove it)"
-    if config.cache_config.cache_dtype not in ("auto", "bfloat16"):
+    if config.cache_config.cache_dtype not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
         return f"kv_cache_dtype={config.cache_config.cache_dtype} (set it to auto)"
     if not config.model_config.disable_cascade_attn:
         return "disable_cascade_attn=False, which adds a common prefix apart (remove it)"
