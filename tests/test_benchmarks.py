@@ -1,5 +1,6 @@
 """Kernel benchmarks on a machine without a GPU: one sentence, no traceback. Those with a rehearsal on a CPU go on there."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -35,3 +36,14 @@ def test_gpu_time_counts_overlaps_once_and_only_short_pauses(monkeypatch):
 
     kernels = [(100.0, 110.0), (101.0, 102.0), (0.0, 10.0), (8.0, 12.0), (12.0 + GAP_US, 20.0)]
     assert busy_us(kernels) == 20.0 + 10.0
+
+
+def test_a_step_without_direction_moves_an_fp8_policy_further_than_a_bf16_one(monkeypatch, tmp_path):
+    """benchmarks/update_noise.py on the embedded model; its page has 14 to 29 times."""
+    monkeypatch.syspath_prepend(FOLDER)
+    words = ["tiny", "--task", "arithmetic", "--texts", "4", "--rates", "1e-5", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["update_noise.py", *words])
+    runpy.run_path(str(FOLDER / "update_noise.py"), run_name="__main__")
+    (file,) = tmp_path.glob("update-noise-*.json")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert 5 < row["fp8_over_bf16"] < 100 and row["bf16"] > 0
