@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from supervised import adamw, padded, supervised_step
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -119,17 +120,13 @@ def training_batch(tokenizer, problems: list[Problem], styles: random.Random) ->
 
     styles: decides per problem whether the answer is worked out or bare.
     """
-    ids, labels = [], []
+    rows = []
     for problem in problems:
         prompt = prompt_ids(tokenizer, problem.question)
         text = worked_answer(problem.question) if styles.random() < WORKED_SHARE else problem.answer
         answer = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-        ids.append(torch.tensor(prompt + answer))
-        labels.append(torch.tensor([-100] * len(prompt) + answer))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id), pad(
-        labels, batch_first=True, padding_value=-100
-    )
+        rows.append((prompt, answer))
+    return padded(rows, tokenizer.pad_token_id)
 
 
 @torch.no_grad()
@@ -163,17 +160,12 @@ def warm_up(model, tokenizer, validation: list[Problem], seed: int) -> dict:
     stream = (p for p in problem_stream(load_task("arithmetic"), f"warm-up/{seed}") if p.question not in held_out)
     probe = random.Random(seed).sample(validation, PROBE)
     styles = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = adamw(model, LEARNING_RATE)
     ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / RAMP_STEPS))
     start = time.monotonic()
     for step in range(1, MAX_STEPS + 1):
-        ids, labels = training_batch(tokenizer, list(itertools.islice(stream, BATCH)), styles)
-        # Padding stands on the right, where causal attention hides it: without a mask SDPA takes its fast path.
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        batch = training_batch(tokenizer, list(itertools.islice(stream, BATCH)), styles)
+        loss = supervised_step(model, optimizer, *batch)
         ramp.step()
         if step % CHECK_EVERY == 0:
             sampled, best = accuracy(model, tokenizer, probe, samples=8)

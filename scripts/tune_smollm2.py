@@ -13,7 +13,6 @@ import argparse
 import gzip
 import itertools
 import json
-import math
 import random
 import time
 import zlib
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 from make_tiny_model import prompt_ids, refuse_other_folders, save
+from supervised import adamw, autocast, cosine_rate, padded, supervised_step
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from jetrl.data import load_task
@@ -78,18 +78,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[list[i
     return prompt_ids(tokenizer, problem.question), [*answer, tokenizer.eos_token_id]
 
 
-def batch(rows: list[tuple[list[int], list[int]]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, labels), both [rows, longest] int64, padded on the right; labels are -100 outside the answer."""
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.full((len(rows), longest), padding)
-    labels = torch.full((len(rows), longest), -100)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels
-
-
 @torch.no_grad()
 def sampled_accuracy(model: PreTrainedModel, tokenizer, asked: list[Problem], seed: int) -> float:
     """Share of problems whose answer, sampled once at temperature 1, gets the job's reward."""
@@ -106,25 +94,16 @@ def sampled_accuracy(model: PreTrainedModel, tokenizer, asked: list[Problem], se
 
 def tune(model: PreTrainedModel, tokenizer, training: list[Problem], asked: list[Problem], args) -> dict:
     """Supervised steps until the sampled accuracy on `asked` reaches args.target or args.steps are done."""
-    on_gpu = model.device.type == "cuda"
     rows = [encode(tokenizer, problem) for problem in training]
     order = random.Random(args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu)
+    optimizer = adamw(model, args.lr)
     began, accuracy = time.monotonic(), 0.0
     for step in range(1, args.steps + 1):
-        done = step / args.steps
-        share = LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / RAMP_STEPS) * share
-        ids, labels = (t.to(model.device) for t in batch(order.sample(rows, args.batch), tokenizer.pad_token_id))
-        # Padding stands on the right, where causal attention hides it: without a mask SDPA takes its fast path.
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
-            loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.param_groups[0]["lr"] = cosine_rate(step, args.lr, RAMP_STEPS, args.steps, LOWEST_RATE)
+        batch = padded(order.sample(rows, args.batch), tokenizer.pad_token_id)
+        loss = supervised_step(model, optimizer, *batch)
         if step % CHECK_EVERY == 0 or step == args.steps:
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+            with autocast(model):
                 accuracy = sampled_accuracy(model, tokenizer, asked, args.seed)
             seconds = time.monotonic() - began
             print(

@@ -14,7 +14,6 @@ The decoded accuracy is printed at the end for comparison. No validation questio
 import argparse
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 from make_tiny_model import TINY_SIZE, make_model, refuse_other_folders, save
+from supervised import adamw, autocast, cosine_rate, padded, supervised_step
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from jetrl.data import TaskConfig, load_task
@@ -83,12 +83,7 @@ class Encoder:
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
         prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         answers = [[*self.characters(working(p.question)), tokenizer.eos_token_id] for p in problems]
-        ids = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        labels = [torch.tensor([-100] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id), pad(
-            labels, batch_first=True, padding_value=-100
-        )
+        return padded(list(zip(prompts, answers, strict=True)), tokenizer.pad_token_id)
 
 
 @torch.no_grad()
@@ -118,35 +113,19 @@ def decoded_accuracy(model: Qwen3ForCausalLM, tokenizer, problems: list[Problem]
     return sum(scores) / len(scores)
 
 
-def rate(step: int, args: argparse.Namespace) -> float:
-    """The learning rate: a ramp, then a cosine from args.lr to its LOWEST_RATE at args.decay_steps, where it stays."""
-    done = min(1.0, step / args.decay_steps)
-    return (
-        args.lr * min(1.0, step / RAMP_STEPS) * (LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2)
-    )
-
-
 def warm_up(
     model, encoder: Encoder, problems: Iterator[Problem], probe: list[tuple[torch.Tensor, torch.Tensor]], args
 ) -> dict:
     """Supervised steps until the sampled accuracy on `probe` reaches args.target; prints a line every tenth check."""
-    on_gpu = model.device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu)
+    optimizer = adamw(model, args.lr)
     start = time.monotonic()
     for step in range(1, args.max_steps + 1):
         batch = encoder.batch(list(itertools.islice(problems, args.batch)))
-        optimizer.param_groups[0]["lr"] = rate(step, args)
-        ids, labels = (tensor.to(model.device) for tensor in batch)
-        # Padding stands on the right, where causal attention hides it: without a mask SDPA takes its fast path.
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
-            loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.param_groups[0]["lr"] = cosine_rate(step, args.lr, RAMP_STEPS, args.decay_steps, LOWEST_RATE)
+        loss = supervised_step(model, optimizer, *batch)
         if step % CHECK_EVERY:
             continue
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+        with autocast(model):
             greedy, sampled = accuracies(model, probe)
         seconds = time.monotonic() - start
         ended = sampled >= args.target or (args.seconds is not None and seconds >= args.seconds)

@@ -3,9 +3,11 @@
 import json
 import math
 import random
+import re
 from dataclasses import asdict
 from functools import cache, reduce
 from pathlib import Path
+from xml.etree import ElementTree
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +16,10 @@ from jetrl.launch.args import parse
 from jetrl.launch.compose import compose_job
 from jetrl.launch.wiring import apply_flow
 from jetrl.precision.flow import load_flow
+from jetrl.report import main
+from jetrl.reporting import compare, graph_verdict
+from jetrl.reporting.groups import group_runs
+from jetrl.reporting.runs import load_runs
 
 STEPS = 12
 # Final accuracy and the mean k3 that the invented curves tend to.
@@ -104,3 +110,22 @@ def write_sweep(root: Path, seeds: int = 3) -> Path:
         for seed in range(seeds):
             write_run(root, flow, seed)
     return root
+
+
+def groups_of(*paths):
+    return group_runs(load_runs([str(path) for path in paths])[0])
+
+
+def table_of(*paths, state=graph_verdict.UNKNOWN):
+    groups = groups_of(*paths)
+    verdicts = {run.name: graph_verdict.Verdict(state, "") for group in groups for run in group.runs}
+    return compare.rows(groups, verdicts)
+
+
+def report(*arguments, out):
+    assert main([*map(str, arguments), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+def pictures(html):
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html, re.S)]

@@ -27,8 +27,10 @@ FOLDER = Path(resolve_model_path(TINY))
 
 @pytest.fixture(scope="module")
 def maker() -> dict:
-    """The functions of scripts/make_tiny_model.py."""
-    return runpy.run_path(str(ROOT / "scripts" / "make_tiny_model.py"))
+    """The functions of scripts/make_tiny_model.py, which imports from its own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        return runpy.run_path(str(ROOT / "scripts" / "make_tiny_model.py"))
 
 
 @pytest.fixture(scope="module")

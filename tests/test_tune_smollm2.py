@@ -106,7 +106,7 @@ def test_another_seed_has_other_training_problems_and_the_same_validation(script
 def test_labels_are_the_answer_and_the_end_of_its_turn_and_nothing_else(script, tokenizer, stream):
     asked = [problem for problem in stream if problem.solution][:8]
     rows = [script["encode"](tokenizer, problem) for problem in asked]
-    ids, labels = script["batch"](rows, tokenizer.pad_token_id)
+    ids, labels = script["padded"](rows, tokenizer.pad_token_id)
     assert ids.shape == labels.shape == (8, max(len(prompt) + len(answer) for prompt, answer in rows))
     assert ids.dtype == labels.dtype == torch.int64
     for problem, (prompt, _), got, label in zip(asked, rows, ids.tolist(), labels.tolist(), strict=True):

@@ -69,8 +69,8 @@ class _Report:
         self._file = file
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        cause = root_cause(error)
         if not isinstance(error, KeyboardInterrupt):
+            cause = root_cause(error)
             record = {"type": type(cause).__name__, "message": str(cause)}
             self._file.write_text(json.dumps(record))
         sys.__excepthook__(kind, error, trace)

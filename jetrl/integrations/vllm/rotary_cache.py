@@ -48,11 +48,11 @@ def _fill(cache: torch.Tensor, hf_config: object) -> str | None:
         if cache.shape[1] != 2 * len(frequencies):
             continue
         frequencies = frequencies.to(cache.device)
-        apart = (
-            (_rows(frequencies, scaling, 0, judged, cache.dtype).float() - cache[:judged].float()).abs().max().item()
-        )
+        first = _rows(frequencies, scaling, 0, judged, cache.dtype)
+        apart = (first.float() - cache[:judged].float()).abs().max().item()
         if apart <= allowed:
-            for start in range(0, cache.shape[0], CHUNK):
+            cache[:judged] = first
+            for start in range(judged, cache.shape[0], CHUNK):
                 end = min(start + CHUNK, cache.shape[0])
                 cache[start:end] = _rows(frequencies, scaling, start, end, cache.dtype)
             return None
